@@ -1,0 +1,72 @@
+# Every target makes the .venv that it needs. Choose another Python with `make PYTHON=python3.13`.
+SHELL := bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip
+GPU := $(wildcard /dev/nvidiactl /dev/dxg)
+# Without a GPU the tests need neither the kernels (minutes of nvcc) nor a CUDA build of torch
+# (gigabytes); the CPU index is asked once, and where it is out of reach pip goes on without it.
+export FUSED_ROPE_XATTN_CUDA ?= $(if $(GPU),auto,0)
+CPU_TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+TORCH_INDEX := $(if $(GPU),,$(CPU_TORCH_INDEX:%=--extra-index-url % --retries 1 --timeout 15))
+
+SOURCES := setup.py $(filter-out %__pycache__,$(wildcard kernels/*))
+CXX_FILES := $(foreach ext,cpp cu cuh h,$(wildcard kernels/*.$(ext) tests/ext/*.$(ext)))
+BUILT := .venv/built-$(FUSED_ROPE_XATTN_CUDA)
+
+.PHONY: help
+help:  ## List the targets
+	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' Makefile | expand -t 20
+
+.PHONY: demo
+demo: $(BUILT)  ## A guided tour that runs anywhere
+	$(BIN)/python -m fused_rope_xattn demo
+
+.PHONY: test
+test: $(BUILT)  ## All tests that need no GPU
+	$(BIN)/python -m pytest -m "not gpu and not slow"
+
+.PHONY: slow-test
+slow-test: $(BUILT)  ## Tests that build wheels
+	$(BIN)/python -m pytest -m "slow and not gpu"
+
+.PHONY: gpu-test
+gpu-test:  ## Tests on the GPU, with the kernels built for it
+	$(MAKE) FUSED_ROPE_XATTN_CUDA=require .venv/built-require
+	$(BIN)/python -m pytest -m gpu --require-gpu
+
+.PHONY: lint
+lint: $(BUILT)  ## What CI demands: format, style, types
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run --Werror $(CXX_FILES)
+
+.PHONY: format
+format: $(BUILT)  ## Rewrite the sources in the project's style
+	$(BIN)/ruff check --fix-only .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(CXX_FILES)
+
+.PHONY: wheel
+wheel: $(BUILT)  ## Build the CUDA wheel from scratch into dist/ and check it; needs nvcc, no GPU
+	rm -rf build dist && mkdir build
+	FUSED_ROPE_XATTN_CUDA=require $(PIP) wheel -v --no-build-isolation --no-deps -w dist . \
+	  2>&1 | tee build/wheel.log
+	$(BIN)/python .ci/check_wheel.py dist/*.whl --build-log build/wheel.log
+
+.venv/torch: pyproject.toml tests/constraints.txt
+	@echo "Preparing .venv; this takes minutes, once"
+	$(PYTHON) -m venv .venv
+	$(PIP) install -q -c tests/constraints.txt --no-deps $(TORCH_INDEX) torch
+	$(PIP) install -q -c tests/constraints.txt torch 'setuptools>=77.0.3' wheel ninja
+	touch $@
+
+$(BUILT): .venv/torch $(SOURCES)
+	rm -f .venv/built-*
+	$(PIP) install -q -c tests/constraints.txt --no-build-isolation -e '.[dev]'
+	touch $@

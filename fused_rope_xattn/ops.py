@@ -1,0 +1,407 @@
+"""The operators ``torch.ops.fused_rope_xattn.*``: schema, fake kernel and typed call of each.
+
+Defined at import by Python alone: an install without a binary has the same operators, and the first
+call of a process may be under ``torch.compile``. Kernels come from cpu_ops.py and from the binary,
+which registers its own for these schemas when ``_C`` is imported, hence after this module.
+
+All operators are functional: results never alias arguments. Contract of every kernel: sizes of zero
+are legal and launch nothing, results are contiguous, strides of size-1 dimensions carry no meaning.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .composite import compute_dtype
+from .config import NormSpec, RotationSpec
+
+NAMESPACE = "fused_rope_xattn"
+
+# Partial sums of the norm's gradients that norm_rope_backward writes, at most. The number must
+# follow from the sizes alone, since compiled graphs see it: one row a block, enough to fill a GPU.
+MAX_NORM_PARTIALS = 512
+
+_NORM_ROPE_OPTIONS = """
+    Tensor? bias, Tensor? norm_weight, Tensor? norm_bias,
+    Tensor? positions, Tensor? cos, Tensor? sin,
+    int num_heads, int norm_kind, bool norm_inner, float norm_eps,
+    int rotary_dim, bool interleaved, int axes, float rope_base, bool full_width"""
+
+_ATTENTION_OPTIONS = """
+    Tensor? attn_bias, Tensor? keep_mask, Tensor? key_keep, Tensor? kv_lengths, Tensor? seed,
+    float scale, bool is_causal, float dropout_p, bool tf32"""
+
+_BLOCK_ARGUMENTS = """
+    Tensor x_query, Tensor x_kv, Tensor? x_value,
+    Tensor w_q, Tensor? w_k, Tensor? w_v, Tensor? w_out,
+    Tensor? b_q, Tensor? b_k, Tensor? b_v, Tensor? b_out,
+    Tensor? q_positions, Tensor? q_cos, Tensor? q_sin,
+    Tensor? k_positions, Tensor? k_cos, Tensor? k_sin,
+    Tensor? attn_bias, Tensor? keep_mask, Tensor? key_keep, Tensor? kv_lengths,
+    int num_heads, int num_kv_heads,
+    int q_rotary_dim, bool q_interleaved, int q_axes, float q_rope_base, bool q_full_width,
+    int k_rotary_dim, bool k_interleaved, int k_axes, float k_rope_base, bool k_full_width,
+    float scale, bool is_causal, bool tf32"""
+
+SCHEMAS = (
+    f"norm_rope(Tensor x, {_NORM_ROPE_OPTIONS}, ScalarType dtype) -> Tensor",
+    f"norm_rope_backward(Tensor grad, Tensor? x, {_NORM_ROPE_OPTIONS}) -> (Tensor, Tensor, Tensor)",
+    f"attention_forward(Tensor q, Tensor k, Tensor v, {_ATTENTION_OPTIONS}) -> (Tensor, Tensor)",
+    # The binary's kernels for GPUs older than Hopper, on any GPU: for tests.
+    "attention_forward_portable"
+    f"(Tensor q, Tensor k, Tensor v, {_ATTENTION_OPTIONS}) -> (Tensor, Tensor)",
+    "attention_backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor o, "
+    f"Tensor lse, {_ATTENTION_OPTIONS}, bool need_dq, bool need_dkv, bool need_dbias)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
+    f"block_forward({_BLOCK_ARGUMENTS})"
+    " -> (Tensor y, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse)",
+    "build_info() -> str",  # defined by the binary alone: JSON of what it was built from and for
+)
+
+
+class ScoreOptions(NamedTuple):
+    """What shapes the attention weights besides q and k."""
+
+    attn_bias: Tensor | None  # [B|1, H|1, Tq|1, Tk|1] floating, added to the scores
+    keep_mask: Tensor | None  # [B|1, H|1, Tq|1, Tk|1] bool, True = attend
+    key_keep: Tensor | None  # [B, Tk] bool, False = no query attends to the key, which may be NaN
+    kv_lengths: Tensor | None  # [B] int32
+    seed: Tensor | None  # [1] int64, read when dropout_p > 0
+    scale: float
+    is_causal: bool
+    dropout_p: float
+    tf32: bool  # multiply fp32 in plain TF32
+
+
+def norm_rope(
+    x: Tensor,  # [B, T, H*D] fp32 or the storage dtype
+    bias: Tensor | None,  # [H*D]
+    norm_weight: Tensor | None,  # [D], or [H*D] for an inner norm
+    norm_bias: Tensor | None,
+    positions: Tensor | None,  # [B|1, T, axes]
+    cos: Tensor | None,  # [B|1, H|1, T, R/2], R if full width
+    sin: Tensor | None,
+    *,
+    num_heads: int,
+    norm: NormSpec,
+    rotation: RotationSpec,
+    dtype: torch.dtype,
+) -> Tensor:  # [B, T, H, D]
+    """``rope(norm(x + bias))`` in fp32, rounded once to ``dtype``."""
+    result: Tensor = torch.ops.fused_rope_xattn.norm_rope.default(
+        x.contiguous(),
+        *_contiguous(bias, norm_weight, norm_bias),
+        *_rotation_tensors(positions, cos, sin, compute_dtype(x)),
+        num_heads,
+        *norm,
+        *_flat(rotation),
+        dtype,
+    )
+    return result
+
+
+def norm_rope_backward(
+    grad: Tensor,  # [B, T, H, D]
+    x: Tensor | None,  # [B, T, H*D], wanted by a norm
+    bias: Tensor | None,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    positions: Tensor | None,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    *,
+    num_heads: int,
+    norm: NormSpec,
+    rotation: RotationSpec,
+) -> tuple[Tensor, Tensor, Tensor]:  # [B, T, H*D], [G, W] fp32, [G, W] fp32
+    """Adjoint of :func:`norm_rope`: ``dx`` in grad's dtype, partial sums of the norm's gradients.
+
+    A norm weight or bias that is None gets partial sums of shape ``[0, W]``.
+    """
+    result: tuple[Tensor, Tensor, Tensor] = torch.ops.fused_rope_xattn.norm_rope_backward.default(
+        grad.contiguous(),
+        *_contiguous(x, bias, norm_weight, norm_bias),
+        *_rotation_tensors(positions, cos, sin, compute_dtype(grad)),
+        num_heads,
+        *norm,
+        *_flat(rotation),
+    )
+    return result
+
+
+def attention_forward(
+    q: Tensor,  # [B, Tq, H, D]
+    k: Tensor,  # [B, Tk, Hkv, D]
+    v: Tensor,  # [B, Tk, Hkv, D]
+    options: ScoreOptions,
+) -> tuple[Tensor, Tensor]:  # [B, Tq, H, D], [B, H, Tq] fp32
+    """Softmax attention over the kept keys. A row without any has o = 0 and lse = -inf."""
+    result: tuple[Tensor, Tensor] = torch.ops.fused_rope_xattn.attention_forward.default(
+        readable(q), readable(k), readable(v), *options
+    )
+    return result
+
+
+def attention_backward(
+    dout: Tensor,  # [B, Tq, H, D]
+    dlse: Tensor | None,  # [B, H, Tq]
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    options: ScoreOptions,
+    *,
+    need_dq: bool,
+    need_dkv: bool,
+    need_dbias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """``dq, dk, dv, dbias``; what is not needed is an empty tensor of shape ``[0]``."""
+    bias = options.attn_bias
+    if need_dbias and bias is not None and bias.shape[-1] == 1:
+        dbias = _gradient_of_row_bias(bias, dlse, lse)
+        need_dbias = False
+    else:
+        dbias = None
+    result: tuple[Tensor, Tensor, Tensor, Tensor] = (
+        torch.ops.fused_rope_xattn.attention_backward.default(
+            readable(dout),
+            None if dlse is None else dlse.contiguous(),
+            readable(q),
+            readable(k),
+            readable(v),
+            readable(o),
+            lse.contiguous(),
+            *options,
+            need_dq,
+            need_dkv,
+            need_dbias,
+        )
+    )
+    return result if dbias is None else (*result[:3], dbias)
+
+
+def _gradient_of_row_bias(bias: Tensor, dlse: Tensor | None, lse: Tensor) -> Tensor:
+    """Gradient of a bias ``[B|1, H|1, Tq|1, 1]``: what a whole row shares moves its lse alone."""
+    if dlse is None:
+        return torch.zeros_like(bias)
+    rows = torch.where(lse == -math.inf, 0.0, dlse).unsqueeze(-1)
+    return rows.sum_to_size(bias.shape).to(bias.dtype)
+
+
+class TurningTensors(NamedTuple):
+    """The tensors of one side's rotation; all None: positions 0..T-1, or no rotation."""
+
+    positions: Tensor | None  # [B|1, T, axes]
+    cos: Tensor | None  # [B|1, H|1, T, R/2], R if full width
+    sin: Tensor | None
+
+
+def block_forward(
+    x_query: Tensor,  # [B, Tq, Dq]
+    x_kv: Tensor,  # [B, Tk, Dkv]; finished keys [B, Tk, Hkv, D] without w_k
+    x_value: Tensor | None,  # [B, Tk, Dv]; finished values without w_v; None: x_kv
+    w_q: Tensor,  # [H*D, Dq]
+    w_k: Tensor | None,  # [Hkv*D, Dkv]
+    w_v: Tensor | None,  # [Hkv*D, Dv]
+    w_out: Tensor | None,  # [Dout, H*D]
+    b_q: Tensor | None,
+    b_k: Tensor | None,
+    b_v: Tensor | None,
+    b_out: Tensor | None,
+    q_turning: TurningTensors,
+    k_turning: TurningTensors,
+    options: ScoreOptions,  # without dropout
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    q_rotation: RotationSpec,
+    k_rotation: RotationSpec,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The whole block without norms and dropout in one launch: ``y, q, k, v, o, lse``.
+
+    What is not computed is an empty tensor of shape ``[0]``: ``k`` and ``v`` without ``w_k`` and
+    ``w_v``, ``y`` without ``w_out``.
+    """
+    if w_k is None or x_value is None:
+        x_kv = x_kv.contiguous() if w_k is not None else readable(x_kv)
+        x_value = None if x_value is None else readable(x_value)
+    else:
+        x_kv, x_value = x_kv.contiguous(), x_value.contiguous()
+    wide = compute_dtype(x_query)
+    return torch.ops.fused_rope_xattn.block_forward.default(  # type: ignore[no-any-return]
+        x_query.contiguous(),
+        x_kv,
+        x_value,
+        w_q.contiguous(),
+        *_contiguous(w_k, w_v, w_out, b_q, b_k, b_v, b_out),
+        *_rotation_tensors(*q_turning, wide),
+        *_rotation_tensors(*k_turning, wide),
+        options.attn_bias,
+        options.keep_mask,
+        options.key_keep,
+        options.kv_lengths,
+        num_heads,
+        num_kv_heads,
+        *_flat(q_rotation),
+        *_flat(k_rotation),
+        options.scale,
+        options.is_causal,
+        options.tf32,
+    )
+
+
+def readable(x: Tensor) -> Tensor:  # [B, T, H, D]
+    """``x`` itself if kernels can read its rows in pieces of 16 bytes, else a contiguous copy.
+
+    Looks at strides only, which traced tensors have too; kernels check the data pointer.
+    """
+    piece = 16 // x.element_size()
+    if x.stride(-1) == 1 and all(stride % piece == 0 for stride in x.stride()[:-1]):
+        return x
+    return x.contiguous()
+
+
+def _contiguous(*tensors: Tensor | None) -> list[Tensor | None]:
+    return [None if x is None else x.contiguous() for x in tensors]
+
+
+def _rotation_tensors(
+    positions: Tensor | None, cos: Tensor | None, sin: Tensor | None, dtype: torch.dtype
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """As kernels read them: contiguous positions, tables in one dtype and one layout."""
+    positions = None if positions is None else positions.contiguous()
+    if cos is None or sin is None:
+        return positions, None, None
+    cos, sin = cos.to(dtype), sin.to(dtype)
+    if cos.stride() != sin.stride() or cos.stride(-1) != 1:
+        cos, sin = cos.contiguous(), sin.contiguous()
+    return positions, cos, sin
+
+
+def _flat(rotation: RotationSpec) -> tuple[int, bool, int, float, bool]:
+    """A rotation in the order of the schemas; NormSpec has their order already."""
+    rotary_dim, interleaved, axes, full_width, base = rotation
+    return rotary_dim, interleaved, axes, base, full_width
+
+
+def norm_partials(tokens: int) -> int:
+    """G of norm_rope_backward's partial sums for that many tokens, B*T."""
+    partials: int = torch.sym_min(tokens, MAX_NORM_PARTIALS)
+    return partials
+
+
+def has_cuda_kernels() -> bool:
+    """Whether a binary has registered CUDA kernels for the operators."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(f"{NAMESPACE}::attention_forward", "CUDA")
+
+
+# ------------------------------------------------------------------------------------ registration
+
+LIBRARY = torch.library.Library(NAMESPACE, "DEF")
+for _schema in SCHEMAS:
+    LIBRARY.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
+
+
+@torch.library.register_fake(f"{NAMESPACE}::norm_rope", lib=LIBRARY)
+def _fake_norm_rope(
+    x: Tensor,
+    bias: Tensor | None,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    positions: Tensor | None,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    num_heads: int,
+    *options: object,  # norm_kind .. full_width, dtype
+) -> Tensor:
+    batch, tokens, inner = x.shape
+    dtype = options[-1]
+    assert isinstance(dtype, torch.dtype)
+    return x.new_empty((batch, tokens, num_heads, inner // num_heads), dtype=dtype)
+
+
+@torch.library.register_fake(f"{NAMESPACE}::norm_rope_backward", lib=LIBRARY)
+def _fake_norm_rope_backward(
+    grad: Tensor,
+    x: Tensor | None,
+    bias: Tensor | None,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    positions: Tensor | None,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    num_heads: int,
+    norm_kind: int,
+    norm_inner: bool,
+    *options: object,  # norm_eps .. full_width
+) -> tuple[Tensor, Tensor, Tensor]:
+    batch, tokens, heads, head_dim = grad.shape
+    width = heads * head_dim if norm_inner else head_dim
+    partials = norm_partials(batch * tokens)
+    dtype = compute_dtype(grad)
+    return (
+        grad.new_empty((batch, tokens, heads * head_dim)),
+        grad.new_empty((0 if norm_weight is None else partials, width), dtype=dtype),
+        grad.new_empty((0 if norm_bias is None else partials, width), dtype=dtype),
+    )
+
+
+@torch.library.register_fake(f"{NAMESPACE}::attention_forward", lib=LIBRARY)
+def _fake_attention_forward(
+    q: Tensor, k: Tensor, v: Tensor, *options: object
+) -> tuple[Tensor, Tensor]:
+    batch, queries, heads, _ = q.shape
+    return q.new_empty(q.shape), q.new_empty((batch, heads, queries), dtype=compute_dtype(q))
+
+
+@torch.library.register_fake(f"{NAMESPACE}::attention_backward", lib=LIBRARY)
+def _fake_attention_backward(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    attn_bias: Tensor | None,
+    *options: object,  # keep_mask .. need_dbias
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    need_dq, need_dkv, need_dbias = options[-3:]
+    dbias = attn_bias if need_dbias else None
+    return (
+        q.new_empty(q.shape if need_dq else 0),
+        k.new_empty(k.shape if need_dkv else 0),
+        v.new_empty(v.shape if need_dkv else 0),
+        q.new_empty(0) if dbias is None else dbias.new_empty(dbias.shape),
+    )
+
+
+@torch.library.register_fake(f"{NAMESPACE}::block_forward", lib=LIBRARY)
+def _fake_block_forward(
+    x_query: Tensor,
+    x_kv: Tensor,
+    x_value: Tensor | None,
+    w_q: Tensor,
+    w_k: Tensor | None,
+    w_v: Tensor | None,
+    w_out: Tensor | None,
+    *options: object,  # b_q .. tf32
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    batch, queries, _ = x_query.shape
+    heads, kv_heads = options[14:16]
+    assert isinstance(heads, int | torch.SymInt)
+    head_dim = w_q.shape[0] // heads
+    kv_shape = 0 if w_k is None else (batch, x_kv.shape[1], kv_heads, head_dim)
+    return (
+        x_query.new_empty(0 if w_out is None else (batch, queries, w_out.shape[0])),
+        x_query.new_empty((batch, queries, heads, head_dim)),
+        x_query.new_empty(kv_shape),
+        x_query.new_empty(kv_shape),
+        x_query.new_empty((batch, queries, heads, head_dim)),
+        x_query.new_empty((batch, heads, queries), dtype=compute_dtype(x_query)),
+    )

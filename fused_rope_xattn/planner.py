@@ -1,0 +1,183 @@
+"""Which path a call takes, and why."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.autograd import forward_ad
+
+from . import _loader, fused
+from .arguments import Arguments, Problem
+from .config import NORM_NONE, BlockConfig
+from .prepare import Prepared, prepare
+from .split import BlockTensors
+
+LARGEST_HEAD_DIM = 256
+HEAD_DIM_MULTIPLE = 8
+
+# Any other subclass of Tensor may mean anything by its operators, which only plain ones reach.
+PLAIN_TENSORS = (Tensor, torch.nn.Parameter, FakeTensor, FunctionalTensor, type(None))
+
+
+@dataclass(frozen=True)
+class GPU:
+    """A GPU to plan for."""
+
+    name: str
+    compute_capability: tuple[int, int]
+    num_sms: int
+
+    @classmethod
+    def current(cls) -> GPU:
+        """The current CUDA device, or an H200 where there is none."""
+        if not torch.cuda.is_available():
+            return cls("NVIDIA H200", (9, 0), 132)
+        found = torch.cuda.get_device_properties(torch.cuda.current_device())
+        return cls(found.name, (found.major, found.minor), found.multi_processor_count)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a call runs: the path, the reason for it, and the kernels of a forward in order."""
+
+    path: str
+    reason: str
+    kernels: tuple[str, ...]
+
+    def __str__(self) -> str:
+        steps = "".join(f"\n  {i}. {kernel}" for i, kernel in enumerate(self.kernels, 1))
+        return f"{self.path}: {self.reason}{steps}"
+
+
+def plan(*args: Any, gpu: GPU | None = None, **kwargs: Any) -> Plan:
+    """What ``cross_attention(*args, **kwargs)`` would run, without running it.
+
+    Needs no GPU. Tensors may be on the meta device, which stands for ``gpu``; CPU tensors do too
+    where ``gpu`` is given. Its default is the current GPU, or an H200 where there is none. Raises
+    what the call would raise.
+    """
+    from .functional import cross_attention  # which itself needs this module
+
+    bound = inspect.signature(cross_attention).bind(*args, **kwargs)
+    bound.apply_defaults()
+    prepared = prepare(Arguments(**bound.arguments))
+    if gpu is None and prepared.problem.device.type == "meta":
+        gpu = GPU.current()
+    path, reason = choose(prepared, bound.arguments["path"], gpu)
+    kernels: tuple[str, ...] = ("PyTorch's own operators",)
+    if path == "fused":
+        kernels = ("block_forward",)
+    elif path == "split":
+        kernels = _split_kernels(prepared)
+    return Plan(path, reason, kernels)
+
+
+def choose(prepared: Prepared, path: str, gpu: GPU | None = None) -> tuple[str, str]:
+    """The path of a checked call and the reason for it; ValueError if ``path`` is impossible.
+
+    ``gpu`` None means the device that the tensors are on.
+    """
+    if path == "composite":
+        return "composite", "it was asked for"
+    obstacle = _split_obstacle(*prepared, gpu)
+    refusal = obstacle or fused.obstacle(*prepared)
+    if path == "fused" and refusal is not None:
+        raise ValueError(f"path: 'fused' cannot be taken: {refusal}; use path='auto' or 'split'")
+    if path == "split" and obstacle is not None:
+        raise ValueError(f"path: 'split' cannot be taken: {obstacle}; use path='auto'")
+    if obstacle is not None:
+        return "composite", obstacle
+    if path == "fused":
+        return "fused", "it was asked for"
+    if path == "auto" and refusal is None and fused.pays(prepared.problem, prepared.tensors):
+        return "fused", "small enough for one launch"
+    return "split", "the kernels cover this problem"
+
+
+def kernels_missing(device: torch.device) -> str | None:
+    """Why the compiled kernels cannot run on a CUDA device, None if they can."""
+    problem: str | None = _kernels_missing(device.index)
+    return problem
+
+
+@torch.compiler.assume_constant_result
+def _kernels_missing(index: int | None) -> str | None:
+    return _loader.why_unavailable(index)
+
+
+_told: set[str] = set()
+
+
+@torch.compiler.assume_constant_result  # so that a compiled call warns as well, when it is traced
+def warn_once(message: str) -> None:
+    if message not in _told:
+        _told.add(message)
+        warnings.warn(message, RuntimeWarning, stacklevel=4)
+
+
+def _split_obstacle(
+    problem: Problem, config: BlockConfig, t: BlockTensors, gpu: GPU | None
+) -> str | None:
+    """Why the kernels cannot take this call, None if they can."""
+    if problem.dtype == torch.float64:
+        return "fp64 is computed by PyTorch's own operators"
+    if problem.D % HEAD_DIM_MULTIPLE or problem.D > LARGEST_HEAD_DIM:
+        return (
+            f"the kernels take head dims that are multiples of {HEAD_DIM_MULTIPLE} "
+            f"up to {LARGEST_HEAD_DIM}, not {problem.D}"
+        )
+    return _device_obstacle(problem.device, gpu) or _autograd_obstacle(t)
+
+
+def _device_obstacle(device: torch.device, gpu: GPU | None) -> str | None:
+    if gpu is not None:
+        if gpu.compute_capability >= _loader.OLDEST_CAPABILITY:
+            return None
+        wanted = ".".join(map(str, _loader.OLDEST_CAPABILITY))
+        return f"{gpu.name} is older than compute capability {wanted}"
+    if device.type != "cuda":
+        return f"the tensors are on {device}"
+    return kernels_missing(device)
+
+
+def _autograd_obstacle(t: BlockTensors) -> str | None:
+    for x in t:
+        if type(x) not in PLAIN_TENSORS:
+            return f"an argument is a {type(x).__name__}"
+    if torch._C._are_functorch_transforms_active():
+        return "a torch.func transform is active"
+    if forward_ad._current_level >= 0 and any(
+        x is not None and forward_ad.unpack_dual(x).tangent is not None for x in t
+    ):
+        return "an argument carries a forward-mode tangent"
+    turning = (t.q_positions, t.q_cos, t.q_sin, t.k_positions, t.k_cos, t.k_sin)
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in turning):
+        return "cos, sin or positions require grad"
+    return None
+
+
+def _split_kernels(prepared: Prepared) -> tuple[str, ...]:
+    config, t = prepared.config, prepared.tensors
+    steps: list[str] = []
+    sides = (
+        ("q", t.w_q, config.q_norm.kind, config.q_rotation.rotary_dim),
+        ("k", t.w_k, config.k_norm.kind, config.k_rotation.rotary_dim),
+        ("v", t.w_v, NORM_NONE, 0),
+    )
+    for name, weight, norm_kind, rotary_dim in sides:
+        if weight is None:
+            continue
+        steps.append(f"gemm {name}")
+        if norm_kind != NORM_NONE or rotary_dim:
+            steps.append(f"norm_rope {name}")
+    steps.append("attention_forward")
+    if t.w_out is not None:
+        steps.append("gemm out")
+    return tuple(steps)

@@ -1,0 +1,211 @@
+"""From checked arguments to what every path takes: one config and one list of tensors."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import composite
+from .arguments import Arguments, Problem
+from .config import BlockConfig, NormSpec, RotationSpec
+from .inputs import INTEGERS, Kind, check, check_masks
+from .kv import ProjectedKV
+from .norm import Norm
+from .rope import RopeSide, RotaryTable, resolve, sides
+from .signature import signature
+from .split import BlockTensors
+
+# What autocast casts: the operands of matrix products, which must share one dtype.
+_MODEL_TENSORS = (
+    *("x_query", "x_kv", "x_value"),
+    *("w_q", "w_k", "w_v", "w_out"),
+    *("b_q", "b_k", "b_v", "b_out"),
+)
+
+
+class Prepared(NamedTuple):
+    """A call ready for any path."""
+
+    problem: Problem
+    config: BlockConfig
+    tensors: BlockTensors
+
+
+def prepare(a: Arguments, kind: Kind = "block", projected: bool = False) -> Prepared:
+    """Check the call, fill in defaults, and bring masks, tables and positions into shape.
+
+    ``kind`` and ``projected`` are those of :func:`.inputs.check`.
+    """
+    problem, config = _check_once(a, kind, projected)
+    tf32 = problem.dtype == torch.float32 and allows_tf32(problem.device.type)
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    if tf32 or deterministic:
+        config = config._replace(tf32=tf32, deterministic=deterministic)
+    q_rope, k_rope = sides(a.rope)
+    x_kv, x_value = a.x_kv, a.x_value
+    if isinstance(a.x_kv, ProjectedKV):
+        x_kv, x_value, k_rope = a.x_kv.k.transpose(1, 2), a.x_kv.v.transpose(1, 2), None
+    keep_mask, key_keep, attn_bias = _masks(a, problem)
+    tensors = BlockTensors(
+        *(a.x_query, x_kv, x_value),
+        *(a.w_q, a.w_k, a.w_v, a.w_out),
+        *(a.b_q, a.b_k, a.b_v, a.b_out),
+        *_norm_tensors(a.q_norm),
+        *_norm_tensors(a.k_norm),
+        attn_bias,
+        *_turning(None if kind == "kv" else q_rope, a.q_positions, problem),
+        *_turning(k_rope, a.k_positions, problem),
+        _lengths(a.kv_lengths, problem.Tk),
+        keep_mask,
+        key_keep,
+        seed=None,  # drawn when the call runs
+    )
+    return Prepared(problem, config, tensors)
+
+
+_checked: dict[Any, tuple[Problem, BlockConfig]] = {}
+_MOST_CHECKED = 4096
+
+
+def _check_once(a: Arguments, kind: Kind, projected: bool) -> tuple[Problem, BlockConfig]:
+    """The sizes and options of a call, from an earlier one where nothing that matters differs."""
+    key = None if torch.compiler.is_compiling() else signature(a)
+    if key is None:
+        return _check(a, kind, projected)
+    key = (kind, projected, key)
+    found = _checked.get(key)
+    if found is None:
+        found = _check(a, kind, projected)
+        if len(_checked) >= _MOST_CHECKED:  # lengths that never repeat must not pile up
+            _checked.clear()
+        _checked[key] = found
+    return found
+
+
+def _check(a: Arguments, kind: Kind, projected: bool) -> tuple[Problem, BlockConfig]:
+    problem = check(a, kind, projected)
+    q_rope, k_rope = sides(a.rope)
+    q_rotation = RotationSpec() if kind == "kv" else resolve(q_rope, None, problem.D).spec
+    cached = isinstance(a.x_kv, ProjectedKV)
+    k_rotation = RotationSpec() if cached else resolve(k_rope, None, problem.D).spec
+    config = BlockConfig(
+        problem.H,
+        problem.Hkv,
+        q_rotation,
+        k_rotation,
+        NormSpec() if a.q_norm is None else a.q_norm.spec,
+        NormSpec() if a.k_norm is None else a.k_norm.spec,
+        problem.D**-0.5 if a.scale is None else float(a.scale),
+        a.is_causal,
+        float(a.dropout_p),
+    )
+    return problem, config
+
+
+def autocast(a: Arguments, dtype: torch.dtype) -> Arguments:
+    """``a`` with the operands of its matrix products in ``dtype``."""
+    operands = {name: getattr(a, name) for name in _MODEL_TENSORS}
+    flat = [t for x in operands.values() for t in (x if isinstance(x, ProjectedKV) else (x,))]
+    if all(t.dtype == torch.float64 for t in flat if isinstance(t, Tensor)):
+        return a  # autocast leaves fp64 alone
+    return a._replace(**{name: _cast(x, dtype) for name, x in operands.items()})
+
+
+def _cast(x: Any, dtype: torch.dtype) -> Any:
+    if isinstance(x, ProjectedKV):
+        return ProjectedKV(_cast(x.k, dtype), _cast(x.v, dtype))
+    return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
+
+
+@torch.compiler.assume_constant_result  # compiled code has a guard on it already
+def allows_tf32(device_type: str) -> bool:
+    """Whether torch is told to multiply fp32 matrices in TF32 on that device."""
+    return device_type == "cuda" and torch.backends.cuda.matmul.fp32_precision == "tf32"
+
+
+def without_removed_tokens(a: Arguments) -> Arguments:
+    """``a`` with 0 in the tokens of ``x_kv`` and ``x_value`` that no query attends to.
+
+    For callers that project them on their own: NaN in such a token must not reach a gradient.
+    """
+    if a.kv_lengths is None and a.kv_keep_mask is None and a.attn_bias is None:
+        return a
+    check_masks(a)
+    keep = _key_keep(a.kv_keep_mask, a.attn_bias, *a.x_kv.shape[:2])
+    if a.kv_lengths is not None:
+        within = torch.arange(a.x_kv.shape[1], device=a.x_kv.device) < a.kv_lengths[:, None]
+        keep = within if keep is None else keep & within
+    if keep is None:
+        return a
+    x_value = None if a.x_value is None else composite.keep_rows(a.x_value, keep)
+    return a._replace(x_kv=composite.keep_rows(a.x_kv, keep), x_value=x_value)
+
+
+def _key_keep(
+    kv_keep_mask: Tensor | None, attn_bias: Tensor | None, batch: int, keys: int
+) -> Tensor | None:
+    """Bool ``[B, Tk]``, False for keys that mask or bias remove for every query and head."""
+    keep = None
+    if kv_keep_mask is not None:
+        keep = kv_keep_mask if kv_keep_mask.dim() == 2 else kv_keep_mask.any(dim=2).any(dim=1)
+    # A bias with axes of queries or heads would have to be read as a whole to know.
+    if attn_bias is not None and attn_bias.dim() and all(n == 1 for n in attn_bias.shape[-3:-1]):
+        finite = attn_bias.detach() != -math.inf
+        finite = finite[:, 0, 0] if finite.dim() == 4 else finite.reshape(1, finite.shape[-1])
+        keep = finite.expand(batch, keys) if keep is None else keep & finite
+    return None if keep is None else keep.contiguous()
+
+
+def _masks(a: Arguments, problem: Problem) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """``keep_mask`` [B, 1|H, 1|Tq, Tk], ``key_keep`` [B, Tk], ``attn_bias`` with four axes."""
+    mask, bias = a.kv_keep_mask, a.attn_bias
+    if mask is None and bias is None:
+        return None, None, None
+    if mask is not None and mask.dim() == 4 and mask.shape[1] == 1 and mask.shape[2] == 1:
+        mask = mask[:, 0, 0]
+    key_keep = _key_keep(mask, bias, problem.B, problem.Tk)
+    if bias is not None:
+        bias = bias[(None,) * (4 - bias.dim())]
+        if bias.dtype == torch.float64 and problem.dtype != torch.float64:
+            bias = bias.float()
+    return (None if mask is None or mask.dim() == 2 else mask), key_keep, bias
+
+
+def _lengths(kv_lengths: Tensor | None, keys: int) -> Tensor | None:
+    """Key counts as int32 within 0..Tk: values cannot be checked without a synchronisation."""
+    if kv_lengths is None:
+        return None
+    if kv_lengths.dtype not in (torch.int32, torch.int64):
+        kv_lengths = kv_lengths.to(torch.int64)
+    return kv_lengths.clamp(0, keys).to(torch.int32)
+
+
+def _norm_tensors(norm: Norm | None) -> tuple[Tensor | None, Tensor | None]:
+    return (None, None) if norm is None else (norm.weight, norm.bias)
+
+
+def _turning(
+    rope: RopeSide, positions: Tensor | None, problem: Problem
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """``positions, cos, sin`` in the dtypes and layouts that the operators read."""
+    if positions is None and not isinstance(rope, RotaryTable):
+        return None, None, None
+    _, positions, cos, sin = resolve(rope, positions, problem.D)
+    if positions is not None:
+        if positions.dtype in (torch.float16, torch.bfloat16):
+            positions = positions.to(torch.float32)
+        elif positions.dtype in INTEGERS[2:]:
+            positions = positions.to(torch.int64)
+        positions = positions.contiguous()
+    if cos is not None and sin is not None:
+        cos, sin = _table(cos, problem), _table(sin, problem)
+    return positions, cos, sin
+
+
+def _table(table: Tensor, problem: Problem) -> Tensor:
+    if problem.dtype != torch.float64:
+        table = table.to(torch.float32)
+    return table if table.stride(-1) == 1 else table.contiguous()

@@ -1,0 +1,414 @@
+"""The split path: the block as a short sequence of GEMMs and operators, forward and backward.
+
+Pure functions of tensors; autograd.py decides what is saved. With ``heads`` the view of I = H*D
+channels as [H, D], the forward is::
+
+    q, k, v = heads(rope(norm(x @ w.T + b)))       one project_forward each
+    o, lse  = attention_forward(q, k, v)
+    y       = merge(o) @ w_out.T + b_out
+
+and :func:`backward` is its mirror image. GEMMs go through torch. A projection that is normed or
+rotated leaves its GEMM in fp32 and is rounded to the storage type once, by the operator behind it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from . import composite, ops
+from .config import NORM_NONE, BlockConfig, NormSpec, RotationSpec
+
+
+class BlockTensors(NamedTuple):
+    """Every tensor of the block, in the order of CrossAttentionFunction's arguments.
+
+    Without ``w_k`` and ``w_v``, ``x_kv`` and ``x_value`` are keys and values that are projected
+    already, [B, Tk, Hkv, D]. Else ``x_value`` None means that values come from ``x_kv``.
+    """
+
+    x_query: Tensor  # [B, Tq, Dq]
+    x_kv: Tensor  # [B, Tk, Dkv]
+    x_value: Tensor | None  # [B, Tk, Dv]
+    w_q: Tensor  # [I, Dq]
+    w_k: Tensor | None  # [Hkv*D, Dkv]
+    w_v: Tensor | None  # [Hkv*D, Dv]
+    w_out: Tensor | None  # [Dout, I]
+    b_q: Tensor | None
+    b_k: Tensor | None
+    b_v: Tensor | None
+    b_out: Tensor | None
+    q_norm_weight: Tensor | None  # [D], or [I] for an inner norm
+    q_norm_bias: Tensor | None
+    k_norm_weight: Tensor | None
+    k_norm_bias: Tensor | None
+    attn_bias: Tensor | None  # [B|1, H|1, Tq|1, Tk|1]
+    q_positions: Tensor | None  # [B|1, Tq, axes]
+    q_cos: Tensor | None  # [B|1, H|1, Tq, R/2], R if full width
+    q_sin: Tensor | None
+    k_positions: Tensor | None
+    k_cos: Tensor | None
+    k_sin: Tensor | None
+    kv_lengths: Tensor | None  # [B] int32
+    keep_mask: Tensor | None  # [B|1, H|1, Tq|1, Tk|1] bool
+    key_keep: Tensor | None  # [B, Tk] bool
+    seed: Tensor | None  # [1] int64
+
+
+class Activations(NamedTuple):
+    """What the forward computes on its way, and the backward reads."""
+
+    q: Tensor  # [B, Tq, H, D]
+    k: Tensor  # [B, Tk, Hkv, D]
+    v: Tensor  # [B, Tk, Hkv, D]
+    o: Tensor  # [B, Tq, H, D]
+    lse: Tensor  # [B, H, Tq]
+
+
+_Group = TypeVar("_Group", BlockTensors, Activations)
+
+
+class Projection(NamedTuple):
+    """One of q, k, v on its way from tokens to heads."""
+
+    x: Tensor  # [B, T, C]; the heads themselves, [B, T, H, D], when there is no weight
+    weight: Tensor | None  # [H*D, C]
+    bias: Tensor | None  # [H*D]
+    norm_weight: Tensor | None = None  # [D], or [H*D] for an inner norm
+    norm_bias: Tensor | None = None
+    positions: Tensor | None = None  # [B|1, T, axes]
+    cos: Tensor | None = None  # [B|1, H|1, T, R/2], R if full width
+    sin: Tensor | None = None
+    num_heads: int = 1
+    norm: NormSpec = NormSpec()
+    rotation: RotationSpec = RotationSpec()
+
+    @property
+    def is_plain(self) -> bool:
+        """Neither normed nor rotated: the GEMM alone gives the heads."""
+        return self.norm.kind == NORM_NONE and self.rotation.rotary_dim == 0
+
+
+class ProjectionNeeds(NamedTuple):
+    """Which gradients of a projection are wanted."""
+
+    x: bool
+    weight: bool
+    bias: bool
+    norm_weight: bool
+    norm_bias: bool
+
+
+class Needs(NamedTuple):
+    """Which gradients of the block are wanted."""
+
+    q: ProjectionNeeds
+    k: ProjectionNeeds
+    v: ProjectionNeeds
+    attn_bias: bool
+    w_out: bool
+    b_out: bool
+
+    @property
+    def kv(self) -> bool:
+        return any(self.k) or any(self.v)
+
+    @property
+    def attention(self) -> bool:
+        """Whether the gradient has to go through the attention at all."""
+        return any(self.q) or self.kv or self.attn_bias
+
+
+class ProjectionGrads(NamedTuple):
+    x: Tensor | None = None
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+    norm_weight: Tensor | None = None
+    norm_bias: Tensor | None = None
+
+
+class Grads(NamedTuple):
+    q: ProjectionGrads = ProjectionGrads()
+    k: ProjectionGrads = ProjectionGrads()
+    v: ProjectionGrads = ProjectionGrads()  # v.x is None where x_kv gives the values: see k.x
+    attn_bias: Tensor | None = None
+    w_out: Tensor | None = None
+    b_out: Tensor | None = None
+
+
+# ------------------------------------------------------------------------------------ the block
+
+
+def forward(config: BlockConfig, t: BlockTensors) -> tuple[Tensor, Activations]:
+    """``y`` [B, Tq, Dout] ([B, Tq, I] without w_out) and what the backward needs."""
+    q = project_forward(query_projection(config, t))
+    k = project_forward(key_projection(config, t))
+    v = project_forward(value_projection(config, t))
+    o, lse = ops.attention_forward(q, k, v, score_options(config, t))
+    y = o.flatten(2)
+    if t.w_out is not None:
+        y = F.linear(y, t.w_out, t.b_out)
+    return y, Activations(q, k, v, o, lse)
+
+
+def backward(
+    config: BlockConfig,
+    t: BlockTensors,
+    saved: Activations,
+    needs: Needs,
+    dy: Tensor | None,  # like y; None: y was not used
+    dlse: Tensor | None,  # [B, H, Tq]
+) -> Grads:
+    """The wanted gradients; :func:`needed` says which tensors are read for them."""
+    dout, dw_out, db_out = _output_backward(t, saved.o, needs, dy)
+    if not needs.attention:
+        return Grads(w_out=dw_out, b_out=db_out)
+
+    dq, dk, dv, dbias = ops.attention_backward(
+        torch.zeros_like(saved.o) if dout is None else dout,
+        dlse,
+        *saved,
+        score_options(config, t),
+        need_dq=any(needs.q),
+        need_dkv=needs.kv,
+        need_dbias=needs.attn_bias,
+    )
+
+    q_grads = project_backward(query_projection(config, t), dq, needs.q)
+    k, v = _kv_without_removed_tokens(config, t, needs)
+    v_grads = project_backward(v, dv, needs.v)
+    onto = None
+    if t.x_value is None:  # keys and values come from the same x: one gradient for both
+        onto, v_grads = v_grads.x, v_grads._replace(x=None)
+    zeros = _shift_of_all_keys(k, needs.k) if dlse is None else {}
+    needs_k = needs.k._replace(**dict.fromkeys(zeros, False))
+    k_grads = project_backward(k, dk, needs_k, onto)._replace(**zeros)
+    return Grads(q_grads, k_grads, v_grads, dbias if needs.attn_bias else None, dw_out, db_out)
+
+
+def needed(t: BlockTensors, saved: Activations, needs: Needs) -> tuple[BlockTensors, Activations]:
+    """Both without the tensors that no wanted gradient depends on, nor a second derivative."""
+    if not any(needs.q):
+        t = _without(t, "x_query w_q b_q q_norm_weight q_norm_bias q_positions q_cos q_sin")
+    if not needs.kv:
+        t = _without(t, "x_kv w_k b_k k_norm_weight k_norm_bias k_positions k_cos k_sin")
+        t = _without(t, "x_value w_v b_v")
+    if not needs.attention:
+        t = _without(t, "w_out attn_bias kv_lengths keep_mask key_keep seed")
+        saved = _without(saved, "q k v lse" if needs.w_out else "q k v o lse")
+    return t, saved
+
+
+def _without(group: _Group, fields: str) -> _Group:
+    missing: dict[str, Any] = dict.fromkeys(fields.split())
+    return group._replace(**missing)
+
+
+# ------------------------------------------------------------------------- parts of the block
+
+
+def query_projection(config: BlockConfig, t: BlockTensors) -> Projection:
+    return Projection(
+        t.x_query,
+        t.w_q,
+        t.b_q,
+        t.q_norm_weight,
+        t.q_norm_bias,
+        t.q_positions,
+        t.q_cos,
+        t.q_sin,
+        config.num_heads,
+        config.q_norm,
+        config.q_rotation,
+    )
+
+
+def key_projection(config: BlockConfig, t: BlockTensors) -> Projection:
+    return Projection(
+        t.x_kv,
+        t.w_k,
+        t.b_k,
+        t.k_norm_weight,
+        t.k_norm_bias,
+        t.k_positions,
+        t.k_cos,
+        t.k_sin,
+        config.num_kv_heads,
+        config.k_norm,
+        config.k_rotation,
+    )
+
+
+def value_projection(config: BlockConfig, t: BlockTensors) -> Projection:
+    x = t.x_kv if t.x_value is None else t.x_value
+    return Projection(x, t.w_v, t.b_v, num_heads=config.num_kv_heads)
+
+
+def score_options(config: BlockConfig, t: BlockTensors) -> ops.ScoreOptions:
+    return ops.ScoreOptions(
+        t.attn_bias,
+        t.keep_mask,
+        t.key_keep,
+        t.kv_lengths,
+        t.seed,
+        config.scale,
+        config.is_causal,
+        config.dropout_p,
+        config.tf32,
+    )
+
+
+def kept_tokens(t: BlockTensors) -> Tensor | None:
+    """Bool [B, Tk], False where lengths or mask remove a token for every query; None: nowhere."""
+    keep = t.key_keep
+    if t.kv_lengths is not None:
+        index = torch.arange(t.x_kv.shape[1], device=t.kv_lengths.device)
+        within = index < t.kv_lengths[:, None]
+        keep = within if keep is None else keep & within
+    return keep
+
+
+def _kv_without_removed_tokens(
+    config: BlockConfig, t: BlockTensors, needs: Needs
+) -> tuple[Projection, Projection]:
+    """Keys and values with removed tokens set to 0 where their own value would matter.
+
+    The gradient of a removed token is 0, but 0 times the NaN that may stand in it is not.
+    """
+    k, v = key_projection(config, t), value_projection(config, t)
+    keep = kept_tokens(t) if needs.kv and t.w_k is not None else None
+    if keep is None:
+        return k, v
+    if needs.k.weight or k.norm.kind != NORM_NONE or (t.x_value is None and needs.v.weight):
+        k = k._replace(x=composite.keep_rows(k.x, keep))
+    if t.x_value is None:
+        v = v._replace(x=k.x)
+    elif needs.v.weight:
+        v = v._replace(x=composite.keep_rows(v.x, keep))
+    return k, v
+
+
+def _shift_of_all_keys(k: Projection, needs: ProjectionNeeds) -> dict[str, Tensor]:
+    """The gradient of what is added to every key, unrotated: 0, by name.
+
+    It moves all scores of a query alike, which softmax does not see. Summed up over the tokens its
+    gradient would be nothing but rounding errors, which share a sign within a query.
+    """
+    name = "bias" if k.norm.kind == NORM_NONE else "norm_bias"
+    param: Tensor | None = getattr(k, name)
+    if param is None or k.rotation.rotary_dim > 0 or not getattr(needs, name):
+        return {}
+    return {name: torch.zeros_like(param)}
+
+
+def _output_backward(
+    t: BlockTensors, o: Tensor, needs: Needs, dy: Tensor | None
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """``dout`` [B, Tq, H, D], ``dw_out``, ``db_out``."""
+    if dy is None:
+        return None, None, None
+    dy = dy.flatten(0, 1)  # [B*Tq, Dout]
+    dout = dw_out = db_out = None
+    if needs.attention:
+        dout = (dy if t.w_out is None else dy @ t.w_out).view(o.shape)
+    if needs.w_out:
+        dw_out = dy.t() @ o.flatten(2).flatten(0, 1)
+    if needs.b_out and t.b_out is not None:
+        db_out = _sum_tokens(dy, t.b_out)
+    return dout, dw_out, db_out
+
+
+# ------------------------------------------------------------------------------- one projection
+
+
+def project_forward(p: Projection) -> Tensor:  # [B, T, H, D]
+    if p.weight is None:
+        return p.x
+    if p.is_plain:
+        return composite.split_heads(F.linear(p.x, p.weight, p.bias), p.num_heads)
+    return ops.norm_rope(
+        _wide_gemm(p.x, p.weight),
+        p.bias,
+        p.norm_weight,
+        p.norm_bias,
+        p.positions,
+        p.cos,
+        p.sin,
+        num_heads=p.num_heads,
+        norm=p.norm,
+        rotation=p.rotation,
+        dtype=p.x.dtype,
+    )
+
+
+def project_backward(
+    p: Projection,
+    dheads: Tensor,  # [B, T, H, D]
+    needs: ProjectionNeeds,
+    onto: Tensor | None = None,  # like p.x; dx is added to it
+) -> ProjectionGrads:
+    if not any(needs):
+        return ProjectionGrads()
+    if p.weight is None:
+        return ProjectionGrads(x=dheads)
+    dz, norm_weight_parts, norm_bias_parts = _heads_backward(p, dheads)
+    dz = dz.flatten(0, 1)  # [B*T, H*D]
+    dx = dweight = dbias = None
+    if needs.x:
+        dx = dz @ p.weight if onto is None else torch.addmm(onto.flatten(0, 1), dz, p.weight)
+        dx = dx.view(p.x.shape)
+    if needs.weight:
+        dweight = dz.t() @ p.x.flatten(0, 1)
+    if needs.bias and p.bias is not None:
+        dbias = _sum_tokens(dz, p.bias)
+    return ProjectionGrads(
+        dx,
+        dweight,
+        dbias,
+        _sum_parts(norm_weight_parts, p.norm_weight) if needs.norm_weight else None,
+        _sum_parts(norm_bias_parts, p.norm_bias) if needs.norm_bias else None,
+    )
+
+
+def _heads_backward(p: Projection, dheads: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """From the heads back to the GEMM's output, [B, T, H*D], and the norm's partial sums."""
+    if p.is_plain or p.weight is None:
+        return dheads.flatten(2), None, None
+    # The GEMM is done again for a norm: its fp32 output would be the largest tensor to keep.
+    z = None if p.norm.kind == NORM_NONE else _wide_gemm(p.x, p.weight)
+    return ops.norm_rope_backward(
+        dheads,
+        z,
+        p.bias,
+        p.norm_weight,
+        p.norm_bias,
+        p.positions,
+        p.cos,
+        p.sin,
+        num_heads=p.num_heads,
+        norm=p.norm,
+        rotation=p.rotation,
+    )
+
+
+def _wide_gemm(x: Tensor, weight: Tensor) -> Tensor:  # [B, T, C], [N, C] -> [B, T, N]
+    """``x @ weight.T`` not rounded to a half type: fp32 out of the accumulators."""
+    rows, wide = x.flatten(0, 1), composite.compute_dtype(x)
+    if x.dtype == wide:
+        z = rows @ weight.t()
+    elif x.is_cuda:
+        z = torch.mm(rows, weight.t(), out_dtype=wide)
+    else:
+        z = rows.to(wide) @ weight.t().to(wide)
+    return z.view(x.shape[0], x.shape[1], weight.shape[0])
+
+
+def _sum_tokens(rows: Tensor, param: Tensor) -> Tensor:  # [N, C] -> [C]
+    return rows.sum(0, dtype=composite.compute_dtype(rows)).to(param.dtype)
+
+
+def _sum_parts(parts: Tensor | None, param: Tensor | None) -> Tensor | None:  # [G, W] -> [W]
+    return None if parts is None or param is None else parts.sum(0).to(param.dtype)

@@ -1,0 +1,227 @@
+"""The accuracy rule as code.
+
+Against the reference in fp64, every output and gradient of a path may err by twice what an eager
+block errs in the same dtype, plus 2 ulp, and on average by 1.2 times (1.5 in fp32). Tensors of
+fewer than 256 elements are judged on several draws of the data together, so that no verdict hangs
+on luck.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fused_rope_xattn import cross_attention
+
+from .case import Case, Inputs, draw_inputs
+from .reference import reference
+from .tf32 import RoundedFactors
+
+MIN_ELEMENTS = 256
+MAX_DRAWS = 16
+MAX_FACTOR = 2.0
+MEAN_FACTOR = {"fp32": 1.5, "tf32": 1.2, "fp16": 1.2, "bf16": 1.2}
+MAX_ULP = 2.0
+# Two eager blocks in fp32: a grouped product sums over all heads of a group at once, or one by one.
+EAGER_MEAN_FACTOR = {**MEAN_FACTOR, "fp32": 2.0}
+# fp64 has no wider reference: an a-priori bound on sums of some hundred terms takes its place.
+FP64_ULP = 512.0
+
+
+class Verdict(NamedTuple):
+    """What the rule says about one tensor."""
+
+    tensor: str
+    ok: bool
+    message: str
+    max_error: float
+    max_budget: float
+    mean_error: float
+    mean_budget: float
+
+
+@contextlib.contextmanager
+def tf32(enabled: bool) -> Iterator[None]:
+    """Sets what fp32 matrix products may use, and restores it."""
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = enabled
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
+
+
+def run(
+    fn: Callable[..., Any], inputs: Inputs, dtype: torch.dtype | None = None, backward: bool = True
+) -> dict[str, Tensor]:
+    """Outputs and the gradient of every leaf, with the leaves in another dtype if asked.
+
+    The generator is seeded by the inputs, so that every fn draws the same dropout mask.
+    """
+    leaves = {
+        name: leaf.detach().to(dtype or leaf.dtype).clone().requires_grad_(backward)
+        for name, leaf in inputs.leaves.items()
+    }
+    args, kwargs = inputs.call(leaves)
+    torch.manual_seed(inputs.seed)
+    with torch.set_grad_enabled(backward):
+        returned = fn(*args, **kwargs)
+    outputs = dict(zip(("y", "lse"), returned if inputs.case.lse else (returned,), strict=False))
+    if not backward:
+        return outputs
+    grads = torch.autograd.grad(
+        list(outputs.values()),
+        list(leaves.values()),
+        [inputs.grads[name].to(out.dtype) for name, out in outputs.items()],
+        allow_unused=True,
+    )
+    results = {name: out.detach() for name, out in outputs.items()}
+    for (name, leaf), grad in zip(leaves.items(), grads, strict=True):
+        results[f"d{name}"] = torch.zeros_like(leaf) if grad is None else grad
+    return results
+
+
+def ulp(magnitude: float, dtype: torch.dtype) -> float:
+    """Distance between neighbouring numbers of dtype at this magnitude."""
+    info = torch.finfo(dtype)
+    _, exponent = torch.frexp(torch.tensor(max(magnitude, info.tiny), dtype=torch.float64))
+    return float(2.0 ** (int(exponent) - 1) * info.eps)
+
+
+@dataclass
+class Tally:
+    """Errors of one tensor, gathered over the draws of its data."""
+
+    name: str
+    dtype: torch.dtype
+    count: int = 0
+    ref_max: float = 0.0
+    ours: list[float] = field(default_factory=lambda: [0.0, 0.0])  # max, sum
+    eager: list[float] = field(default_factory=lambda: [0.0, 0.0])
+    where: str = ""
+    fault: str = ""
+
+    def add(self, ours: Tensor, eager: Tensor, ref: Tensor) -> None:
+        if not ref.numel():
+            self.fault = self.fault or ("" if ours.shape == ref.shape else "wrong shape")
+            return
+        self.fault = self.fault or self._misfit(ours, eager, ref)
+        if self.fault:
+            return
+        finite = ref.isfinite()
+        ref = ref.masked_fill(~finite, 0.0).double()
+        for errors, result in ((self.eager, eager), (self.ours, ours)):
+            error = (result.masked_fill(~finite, 0.0).double() - ref).abs()
+            top = float(error.max())
+            if errors is self.ours and top >= self.ours[0]:
+                index = int(error.argmax())
+                place = tuple(int(i) for i in torch.unravel_index(torch.tensor(index), ref.shape))
+                got, want = float(ours.flatten()[index]), float(ref.flatten()[index])
+                self.where = f"at {place}: got {got:.9g}, want {want:.9g}"
+            errors[0] = max(errors[0], top)
+            errors[1] += float(error.sum())
+        self.count += ref.numel()
+        self.ref_max = max(self.ref_max, float(ref.abs().max()))
+
+    def _misfit(self, ours: Tensor, eager: Tensor, ref: Tensor) -> str:
+        """Shape, then non-finite values: they are compared exactly, before any error is."""
+        if ours.shape != ref.shape:
+            return f"shape {tuple(ours.shape)}, want {tuple(ref.shape)}"
+        for what, result in (("the result", ours), ("the eager block", eager)):
+            wrong = torch.where(ref.isfinite(), ~result.isfinite(), result.to(ref.dtype) != ref)
+            if bool(wrong.any()):
+                place = wrong.nonzero()[0].tolist()
+                got, want = float(result[tuple(place)]), float(ref[tuple(place)])
+                return f"{what} is {got} at {tuple(place)}, want {want:.9g} ({int(wrong.sum())} so)"
+        return ""
+
+    def judge(self, mean_factor: float) -> Verdict:
+        count = max(1, self.count)
+        max_budget = MAX_FACTOR * self.eager[0] + MAX_ULP * ulp(self.ref_max, self.dtype)
+        mean_budget = mean_factor * self.eager[1] / count
+        if self.count < MIN_ELEMENTS:
+            mean_budget = float("inf")
+        return self._verdict(max_budget, mean_budget)
+
+    def judge_fp64(self, amplification: float) -> Verdict:
+        """``amplification``: by how much rounding of a position is magnified in an angle."""
+        bound = FP64_ULP * torch.finfo(self.dtype).eps * amplification * max(1.0, self.ref_max)
+        return self._verdict(bound, float("inf"))
+
+    def _verdict(self, max_budget: float, mean_budget: float) -> Verdict:
+        mean = self.ours[1] / max(1, self.count)
+        message = self.fault
+        if not message and self.ours[0] > max_budget:
+            message = (
+                f"max error {self.ours[0]:.3e} > {max_budget:.3e}"
+                f" (eager {self.eager[0]:.3e}) {self.where}"
+            )
+        elif not message and mean > mean_budget:
+            message = f"mean error {mean:.3e} > {mean_budget:.3e}; worst {self.where}"
+        return Verdict(self.name, not message, message, self.ours[0], max_budget, mean, mean_budget)
+
+
+def verdicts(
+    case: Case,
+    *,
+    fn: Callable[..., Any] | None = None,
+    device: str | torch.device = "cpu",
+    path: str | Sequence[str] = "auto",
+    yardstick: str = "composite",
+    backward: bool = True,
+    seed: int = 1,
+) -> list[Verdict]:
+    """The rule on every output and gradient of a case (on the outputs alone without ``backward``).
+
+    Several paths are judged on the same data; ``fn`` replaces them.
+    ``yardstick``: "composite", this package's eager path, or "eager", the reference's own lines in
+    the storage dtype, with which the composite path itself is judged.
+    """
+    paths = [path] if isinstance(path, str) else path
+    ours = {p: fn or partial(cross_attention, path=p) for p in paths}
+    eager = partial(reference, storage=case.storage)
+    if yardstick == "composite" and case.dtype != "fp64":
+        eager = partial(cross_attention, path="composite")
+    tallies: dict[str, Tally] = {}
+    draws = 0
+    most = 1 if case.dtype == "fp64" else MAX_DRAWS
+    while draws == 0 or (draws < most and _starved(tallies)):
+        inputs = draw_inputs(case, device, seed + draws)
+        with RoundedFactors() if case.dtype == "tf32" else contextlib.nullcontext():
+            ruler = run(eager, inputs, backward=backward)
+        with tf32(case.dtype == "tf32"):
+            results = {p: run(f, inputs, backward=backward) for p, f in ours.items()}
+        truth = run(reference, inputs, torch.float64, backward)
+        for p, result in results.items():
+            for name, want in truth.items():
+                key = name if len(paths) == 1 else f"{name} ({p})"
+                tally = tallies.setdefault(key, Tally(key, result[name].dtype))
+                tally.add(result[name], ruler[name], want)
+        draws += 1
+    if case.dtype == "fp64":
+        amplification = 1e6 if case.positions == "huge" else 1e3
+        return [
+            t.judge_fp64(amplification if case.positions != "default" else 1.0)
+            for t in tallies.values()
+        ]
+    factors = MEAN_FACTOR if yardstick == "composite" else EAGER_MEAN_FACTOR
+    return [t.judge(factors[case.dtype]) for t in tallies.values()]
+
+
+def _starved(tallies: dict[str, Tally]) -> bool:
+    """Whether some tensor has too few elements still, and none has failed outright."""
+    few = any(0 < t.count < MIN_ELEMENTS for t in tallies.values())
+    return few and not any(t.fault for t in tallies.values())
+
+
+def assert_accurate(case: Case, **options: Any) -> None:
+    """Raises AssertionError that lists each tensor out of its budget, where and by how much."""
+    failures = [v for v in verdicts(case, **options) if not v.ok]
+    lines = "\n".join(f"  {v.tensor}: {v.message}" for v in failures)
+    assert not failures, f"{case.name} ({case.dtype}, {options}):\n{lines}\n  {case}"

@@ -1,0 +1,10 @@
+#include "attention_backward.cuh"
+#include "portable.h"
+
+namespace frx {
+
+void attention_backward_bf16(const AttentionBackwardParams& p, cudaStream_t stream) {
+  dispatch_backward<HalfOp<__nv_bfloat16>>(p, stream);
+}
+
+}  // namespace frx

@@ -1,0 +1,10 @@
+#include "attention_backward.cuh"
+#include "portable.h"
+
+namespace frx {
+
+void attention_backward_fp32(const AttentionBackwardParams& p, cudaStream_t stream) {
+  dispatch_backward<Tf32Op<3>>(p, stream);
+}
+
+}  // namespace frx

@@ -1,0 +1,176 @@
+// What the two Hopper backward kernels share: products, weights and their gradients on the
+// fragments of wgmma_sm90.cuh, row statistics, and the way results leave.
+//
+//   p  = exp(score - lse)                   dv = dropped(p)^T dout
+//   ds = p * (dropped(dout v^T) - delta)    dk = scale ds^T q    dq = scale ds k
+//   delta = rowsum(dout * o) - dlse         (dlse: gradient of the returned log-sum-exp)
+#pragma once
+
+#include <cuda.h>
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+#include <type_traits>
+
+#include "mask.cuh"
+#include "params.h"
+#include "ptx_sm90.cuh"
+#include "scores.cuh"
+#include "softmax_sm90.cuh"
+#include "tile_sm90.cuh"
+#include "wgmma_sm90.cuh"
+
+namespace frx {
+
+constexpr int kSlabDims = 64;  // dims a slab: rows of 128 bytes
+constexpr int kRowBytes = 2 * kSlabDims;
+constexpr int kConsumers = 2;  // warpgroups that multiply, 64 rows each
+constexpr int kRowsPerConsumer = 64;
+constexpr int kTileRows = kConsumers * kRowsPerConsumer;  // of the side that stays
+constexpr int kConsumerWarps = 4 * kConsumers;
+constexpr int kBackwardThreads = kWarpgroup * (1 + kConsumers);
+constexpr int kProducerRegisters = 24;
+constexpr int kConsumerRegisters = 240;
+
+enum NamedBarrier : int {
+  // 0 is __syncthreads
+  kConsumerBarrier = 1,  // + consumer: its four warps meet
+  kGradientsFull = 3,    // + consumer: score gradients of a tile whose dq it makes are written
+  kGradientsEmpty = 5,   // + consumer: and may be overwritten
+};
+
+using SlabRow = uint16_t[kSlabDims];
+
+struct Sm90BackwardParams {
+  CUtensorMap q_map, k_map, v_map, dout_map;
+  AttentionBackwardParams attention;
+};
+
+// ---- products ---------------------------------------------------------------------------------
+
+// d = a b^T: a [64, D] and b [kColumns, D], both [slab][row][dim] in shared memory.
+template <class Element, int kColumns, int kSlabs>
+__device__ __forceinline__ void multiply_dims(float (&d)[kColumns / 2], SmemDescriptor a,
+                                              uint32_t slab_bytes_a, SmemDescriptor b,
+                                              uint32_t slab_bytes_b) {
+#pragma unroll
+  for (int slab = 0; slab < kSlabs; ++slab) {
+#pragma unroll
+    for (int step = 0; step < kSlabDims / 16; ++step) {
+      Wgmma<Element, kColumns>::ss(d, a + (slab * slab_bytes_a + step * 32),
+                                   b + (slab * slab_bytes_b + step * 32), slab + step > 0);
+    }
+  }
+}
+
+// d += a b: a [64, kRows] in registers, b [kRows, D] as [slab][row][dim] in shared memory.
+template <class Element, int kHeadDim, int kRows>
+__device__ __forceinline__ void multiply_rows(float (&d)[kHeadDim / 2],
+                                              const uint32_t (&a)[kRows / 4], SmemDescriptor b) {
+#pragma unroll
+  for (int step = 0; step < kRows / 16; ++step) {
+    Wgmma<Element, kHeadDim>::rs(d, a[4 * step], a[4 * step + 1], a[4 * step + 2], a[4 * step + 3],
+                                 b + step * 16 * kRowBytes);
+  }
+}
+
+// ---- weights and gradients --------------------------------------------------------------------
+
+// lse in units of log 2; +inf where the row has no key or does not exist, so that its weights
+// become exp2(-inf) = 0.
+__device__ __forceinline__ float row_lse_log2(const AttentionBackwardParams& p, int64_t batch_head,
+                                              int query) {
+  if (query >= p.sizes.num_queries) return -negative_infinity();
+  const float lse = p.lse[batch_head * p.sizes.num_queries + query];
+  return lse == negative_infinity() ? -negative_infinity() : lse * kLog2e;
+}
+
+__device__ __forceinline__ float row_delta(const AttentionBackwardParams& p, int64_t batch_head,
+                                           int query) {
+  return query < p.sizes.num_queries ? p.delta[batch_head * p.sizes.num_queries + query] : 0.f;
+}
+
+// With dropout a weight's sign bit says that it was dropped: weights are never negative.
+template <bool kGeneral>
+__device__ __forceinline__ float kept_weight(float p) {
+  return kGeneral ? fmaxf(p, 0.f) : p;
+}
+
+// Gradient of a score. dp is the gradient of the weight after dropout.
+template <bool kGeneral>
+__device__ __forceinline__ float score_gradient(float p, float dp, float delta,
+                                                const HeadScores& scores) {
+  if constexpr (!kGeneral) {
+    return p * (dp - delta);
+  } else {
+    const bool dropped = __float_as_int(p) < 0;
+    const float kept = dropped ? 0.f : scores.has_dropout ? dp * scores.keep_scale : dp;
+    return fabsf(p) * (kept - delta);
+  }
+}
+
+template <class Element, bool kGeneral, int kCount>
+__device__ __forceinline__ void pack_kept_weights(uint32_t (&packed)[kCount / 2],
+                                                  const float (&p)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount / 2; ++i) {
+    packed[i] = pack<Element>(kept_weight<kGeneral>(p[2 * i]), kept_weight<kGeneral>(p[2 * i + 1]));
+  }
+}
+
+// Calls run(Element{}, std::bool_constant<kGeneral>{}) with what the problem needs.
+template <class Run>
+void choose_backward_variant(const AttentionBackwardParams& p, Run run) {
+  const ScoreModifiers& m = p.scores;
+  const bool is_general = m.bias.data != nullptr || m.keep_mask.data != nullptr ||
+                          m.key_keep != nullptr || m.seed != nullptr;
+  if (p.dtype == DType::kBFloat16) {
+    is_general ? run(__nv_bfloat16{}, std::true_type{}) : run(__nv_bfloat16{}, std::false_type{});
+  } else {
+    is_general ? run(__half{}, std::true_type{}) : run(__half{}, std::false_type{});
+  }
+}
+
+// ---- results ----------------------------------------------------------------------------------
+
+// dq_parts holds 16 queries by all dims as one warp's accumulators: dims 8n, .. 8n + 7 of the 16
+// queries are 32 pieces of 16 bytes, one a lane, so that every access of a warp is contiguous. This
+// is the lane's first piece; the n-th is n * kFragment further on. `query` is a multiple of 16.
+constexpr int kFragment = 4 * 32;
+
+template <int kHeadDim>
+__device__ __forceinline__ float* dq_fragments(const AttentionBackwardParams& p, int part,
+                                               int64_t batch_head, int query, int lane) {
+  const int64_t padded_queries = ceil_div(p.sizes.num_queries, 64) * int64_t{64};
+  const int64_t row =
+      (part * p.sizes.batch * p.sizes.num_heads + batch_head) * padded_queries + query;
+  return p.dq_parts + row * kHeadDim + 4 * lane;
+}
+
+// factor * x into rows `row` and `row` + 8 of one head of a [B, T, H, D] view, 16 bytes a lane.
+template <class Element, int kCount>
+__device__ __forceinline__ void store_heads(const HeadsView& view, const float (&x)[kCount],
+                                            float factor, int64_t batch, int head, int row,
+                                            int num_rows, int head_dim, int t) {
+  Element* out =
+      static_cast<Element*>(view.data) + batch * view.batch_stride + head * view.head_stride;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+#pragma unroll
+    for (int i = 2 * r; i < kCount; i += 16) {
+      uint32_t pairs[4];
+#pragma unroll
+      for (int n = 0; n < 4; ++n) {
+        pairs[n] = pack<Element>(x[i + 4 * n] * factor, x[i + 4 * n + 1] * factor);
+      }
+      const uint4 chunk = transpose_quad(pairs, t);
+      const int dim = 2 * (i - 2 * r) + 8 * t;
+      if (row + 8 * r < num_rows && dim < head_dim) {
+        *reinterpret_cast<uint4*>(out + (row + 8 * r) * view.token_stride + dim) = chunk;
+      }
+    }
+  }
+}
+
+}  // namespace frx

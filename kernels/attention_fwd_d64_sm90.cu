@@ -1,0 +1,13 @@
+#include "attention_fwd_sm90.cuh"
+
+namespace frx {
+
+void attention_forward_sm90_d64(const AttentionForwardParams& params, cudaStream_t stream) {
+  // head dim, consumer warpgroups, keys a tile, stages
+  using Configs = Sm90ForwardConfigs<Sm90ForwardConfig<64, 3, 128, 2>,   // plain
+                                     Sm90ForwardConfig<64, 1, 128, 3>,   // at most 64 queries
+                                     Sm90ForwardConfig<64, 2, 128, 2>>;  // dropout, bias, masks
+  dispatch_attention_forward_sm90<64, Configs>(params, stream);
+}
+
+}  // namespace frx

@@ -1,0 +1,76 @@
+// Softmax attention for Hopper (sm_90a): warp-specialised kernels for bf16 and fp16.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "params.h"
+
+namespace frx {
+
+// Query and key rows of one block's tile, and how many such blocks a multiprocessor runs.
+struct Sm90ForwardTile {
+  int queries;
+  int keys;
+  int blocks_per_sm;
+};
+
+// Head dims are padded to the next of 32, 64, 128, 256 by the copy engine's zero fill. Few queries
+// leave the tensor cores idle either way: small tiles keep more copies in flight.
+constexpr Sm90ForwardTile sm90_forward_tile(int head_dim, int num_queries) {
+  if (head_dim <= 64) {
+    return num_queries <= 64 ? Sm90ForwardTile{64, 128, 2} : Sm90ForwardTile{192, 128, 1};
+  }
+  if (head_dim <= 128) {
+    return num_queries <= 64 ? Sm90ForwardTile{64, 64, 2} : Sm90ForwardTile{128, 176, 1};
+  }
+  return {128, 80, 1};
+}
+
+// Why run_attention_forward_sm90 cannot take the problem; null when it can. Needs no GPU.
+const char* attention_forward_sm90_obstacle(const AttentionForwardParams& params);
+
+inline bool attention_forward_sm90_supports(const AttentionForwardParams& params) {
+  return attention_forward_sm90_obstacle(params) == nullptr;
+}
+
+// Over how many blocks to split the keys of a query tile, so that whole waves fill the GPU.
+int attention_forward_sm90_splits(const AttentionSizes& sizes, int num_sms);
+
+// With num_splits > 1 writes partial_o and partial_lse, for the caller to combine, else o and lse.
+void run_attention_forward_sm90(const AttentionForwardParams& params, cudaStream_t stream);
+
+// One translation unit a padded head dim.
+void attention_forward_sm90_d32(const AttentionForwardParams& params, cudaStream_t stream);
+void attention_forward_sm90_d64(const AttentionForwardParams& params, cudaStream_t stream);
+void attention_forward_sm90_d128(const AttentionForwardParams& params, cudaStream_t stream);
+void attention_forward_sm90_d256(const AttentionForwardParams& params, cudaStream_t stream);
+
+// ---- backward ---------------------------------------------------------------------------------
+
+// Why run_attention_backward_sm90 cannot take the problem; null when it can. Needs no GPU.
+const char* attention_backward_sm90_obstacle(const AttentionBackwardParams& params);
+
+inline bool attention_backward_sm90_supports(const AttentionBackwardParams& params) {
+  return attention_backward_sm90_obstacle(params) == nullptr;
+}
+
+// Which kernels make dq, dk and dv, and what they need in between.
+struct Sm90BackwardPlan {
+  bool dq_with_dkv;
+  int num_splits;
+  int64_t dq_parts_floats;  // 0: no workspace
+};
+
+// Reads sizes, which gradients are wanted, and `deterministic`.
+Sm90BackwardPlan plan_attention_backward_sm90(const AttentionBackwardParams& params, int num_sms);
+
+// dq, dk and dv, as far as wanted, from q, k, v, dout, lse and delta. Fills dq_parts itself.
+void run_attention_backward_sm90(const AttentionBackwardParams& params, cudaStream_t stream);
+
+// One translation unit a padded head dim; the sum of dq's parts is a further one.
+void attention_backward_sm90_d64(const AttentionBackwardParams& params, cudaStream_t stream);
+void attention_backward_sm90_d128(const AttentionBackwardParams& params, cudaStream_t stream);
+void attention_backward_sm90_d256(const AttentionBackwardParams& params, cudaStream_t stream);
+void attention_backward_sm90_sum(const AttentionBackwardParams& params, cudaStream_t stream);
+
+}  // namespace frx

@@ -1,0 +1,190 @@
+// CUDA kernels of the operators that ops.py defines: torch tensors in, params.h structs out to the
+// kernels, on libtorch's stable ABI alone. The one-launch block has its own file, bindings_block.cpp.
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <string>
+#include <tuple>
+
+#include "device.h"
+#include "entry.h"
+#include "plan.h"
+#include "torch_views.h"
+
+namespace frx {
+namespace {
+
+// kPortable plans as for a GPU without Hopper's kernels.
+template <bool kPortable>
+std::tuple<Tensor, Tensor> attention_forward(
+    Tensor q_any, Tensor k_any, Tensor v_any, OptionalTensor attn_bias, OptionalTensor keep_mask,
+    OptionalTensor key_keep, OptionalTensor kv_lengths, OptionalTensor seed, double scale,
+    bool is_causal, double dropout_p, bool tf32) {
+  const DeviceGuard guard(q_any.get_device_index());
+  const Tensor q = aligned(q_any), k = aligned(k_any), v = aligned(v_any);
+  AttentionForwardParams p{};
+  p.sizes = sizes_of(q, k);
+  const auto& [batch, queries, keys, heads, kv_heads, head_dim] = p.sizes;
+  Tensor o = empty(q, {batch, queries, heads, head_dim}, q.scalar_type());
+  Tensor lse = empty(q, {batch, heads, queries}, ScalarType::Float);
+  if (batch * queries == 0) return {o, lse};
+
+  p.scores = modifiers(attn_bias, keep_mask, key_keep, kv_lengths, seed, scale, is_causal, dropout_p);
+  p.dtype = dtype_of(q.scalar_type(), tf32);
+  p.q = heads_view(q);
+  p.k = heads_view(k);
+  p.v = heads_view(v);
+  p.o = heads_view(o);
+  p.lse = static_cast<float*>(lse.data_ptr());
+
+  Gpu gpu = current_gpu();
+  if (kPortable) gpu.capability = 80;
+  const ForwardPlan plan = plan_attention_forward(p, gpu);
+  p.use_sm90 = plan.use_sm90;
+  p.tile_queries = plan.tile.queries;
+  p.num_splits = plan.num_splits;
+  OptionalTensor partial_o, partial_lse;
+  if (plan.num_splits > 1) {
+    partial_o = empty(q, {plan.num_splits, batch, heads, queries, head_dim}, ScalarType::Float);
+    partial_lse = empty(q, {plan.num_splits, batch, heads, queries}, ScalarType::Float);
+    p.partial_o = data_as<float>(partial_o);
+    p.partial_lse = data_as<float>(partial_lse);
+  }
+  run_attention_forward(p, current_stream(q.get_device_index()));
+  return {o, lse};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
+    Tensor dout_any, OptionalTensor dlse, Tensor q_any, Tensor k_any, Tensor v_any, Tensor o_any,
+    Tensor lse, OptionalTensor attn_bias, OptionalTensor keep_mask, OptionalTensor key_keep,
+    OptionalTensor kv_lengths, OptionalTensor seed, double scale, bool is_causal, double dropout_p,
+    bool tf32, bool need_dq, bool need_dkv, bool need_dbias) {
+  const DeviceGuard guard(q_any.get_device_index());
+  const Tensor q = aligned(q_any), k = aligned(k_any), v = aligned(v_any);
+  const Tensor o = aligned(o_any), dout = aligned(dout_any);
+  AttentionBackwardParams p{};
+  p.sizes = sizes_of(q, k);
+  const auto& [batch, queries, keys, heads, kv_heads, head_dim] = p.sizes;
+  const std::vector<int64_t> none = {0}, kv_shape = {batch, keys, kv_heads, head_dim};
+  const std::vector<int64_t> q_shape = {batch, queries, heads, head_dim};
+  Tensor dq = empty(q, need_dq ? q_shape : none, q.scalar_type());
+  Tensor dk = empty(k, need_dkv ? kv_shape : none, k.scalar_type());
+  Tensor dv = empty(v, need_dkv ? kv_shape : none, v.scalar_type());
+  Tensor dbias = empty(q, none, q.scalar_type());
+  if (need_dbias) {
+    STD_TORCH_CHECK(attn_bias->size(3) == keys,
+                    "fused_rope_xattn: dbias is computed for a bias with a key axis");
+    const auto shape = attn_bias->sizes();
+    dbias = torch::stable::new_zeros(*attn_bias, {shape.begin(), shape.end()});
+  }
+
+  p.scores = modifiers(attn_bias, keep_mask, key_keep, kv_lengths, seed, scale, is_causal, dropout_p);
+  p.dtype = dtype_of(q.scalar_type(), tf32);
+  p.q = heads_view(q);
+  p.k = heads_view(k);
+  p.v = heads_view(v);
+  p.o = heads_view(o);
+  p.dout = heads_view(dout);
+  p.lse = static_cast<const float*>(lse.data_ptr());
+  p.dlse = data_as<float>(dlse);
+  Tensor delta = empty(q, {batch, heads, queries}, ScalarType::Float);
+  p.delta = static_cast<float*>(delta.data_ptr());
+  if (need_dq && dq.numel() > 0) p.dq = heads_view(dq);
+  if (need_dkv && dk.numel() > 0) {
+    p.dk = heads_view(dk);
+    p.dv = heads_view(dv);
+  }
+  if (need_dbias && dbias.numel() > 0) p.dbias = scores_view(dbias);
+  run_attention_backward(p, current_stream(q.get_device_index()));
+  return {dq, dk, dv, dbias};
+}
+
+// What norm_rope and its backward share; x, grad, out and the partial sums are the caller's.
+NormRopeParams norm_rope_params(const OptionalTensor& bias, const OptionalTensor& norm_weight,
+                                const OptionalTensor& norm_bias, const OptionalTensor& positions,
+                                const OptionalTensor& cos, const OptionalTensor& sin,
+                                int64_t num_heads, int64_t norm_kind, bool norm_inner,
+                                double norm_eps, int64_t rotary_dim, bool interleaved, int64_t axes,
+                                double rope_base, bool full_width) {
+  NormRopeParams p{};
+  p.num_heads = static_cast<int32_t>(num_heads);
+  p.bias = data_of(bias);
+  if (bias.has_value()) p.bias_dtype = dtype_of(bias->scalar_type());
+  p.norm_kind = static_cast<NormKind>(norm_kind);
+  p.norm_inner = norm_inner;
+  p.norm_eps = static_cast<float>(norm_eps);
+  p.norm_weight = data_of(norm_weight);
+  p.norm_bias = data_of(norm_bias);
+  if (norm_weight.has_value()) p.norm_dtype = dtype_of(norm_weight->scalar_type());
+  if (norm_bias.has_value()) {
+    STD_TORCH_CHECK(!norm_weight.has_value() || norm_weight->scalar_type() == norm_bias->scalar_type(),
+                    "fused_rope_xattn: a norm's weight and bias must share a dtype");
+    p.norm_dtype = dtype_of(norm_bias->scalar_type());
+  }
+  set_rotation(p, positions, cos, sin, rotary_dim, interleaved, axes, rope_base, full_width);
+  return p;
+}
+
+Tensor norm_rope(Tensor x, OptionalTensor bias, OptionalTensor norm_weight,
+                 OptionalTensor norm_bias, OptionalTensor positions, OptionalTensor cos,
+                 OptionalTensor sin, int64_t num_heads, int64_t norm_kind, bool norm_inner,
+                 double norm_eps, int64_t rotary_dim, bool interleaved, int64_t axes,
+                 double rope_base, bool full_width, ScalarType dtype) {
+  const DeviceGuard guard(x.get_device_index());
+  NormRopeParams p = norm_rope_params(bias, norm_weight, norm_bias, positions, cos, sin, num_heads,
+                                      norm_kind, norm_inner, norm_eps, rotary_dim, interleaved, axes,
+                                      rope_base, full_width);
+  p.batch = x.size(0);
+  p.num_tokens = x.size(1);
+  p.head_dim = static_cast<int32_t>(x.size(2) / num_heads);
+  Tensor y = empty(x, {p.batch, p.num_tokens, num_heads, p.head_dim}, dtype);
+  p.input_dtype = dtype_of(x.scalar_type());
+  p.output_dtype = dtype_of(dtype);
+  p.x = x.data_ptr();
+  p.out = y.data_ptr();
+  run_norm_rope(p, current_stream(x.get_device_index()));
+  return y;
+}
+
+// Equals norm_partials in ops.py, which compiled graphs see.
+constexpr int64_t kMaxNormPartials = 512;
+
+std::tuple<Tensor, Tensor, Tensor> norm_rope_backward(
+    Tensor grad, OptionalTensor x, OptionalTensor bias, OptionalTensor norm_weight,
+    OptionalTensor norm_bias, OptionalTensor positions, OptionalTensor cos, OptionalTensor sin,
+    int64_t num_heads, int64_t norm_kind, bool norm_inner, double norm_eps, int64_t rotary_dim,
+    bool interleaved, int64_t axes, double rope_base, bool full_width) {
+  const DeviceGuard guard(grad.get_device_index());
+  NormRopeParams p = norm_rope_params(bias, norm_weight, norm_bias, positions, cos, sin, num_heads,
+                                      norm_kind, norm_inner, norm_eps, rotary_dim, interleaved, axes,
+                                      rope_base, full_width);
+  p.batch = grad.size(0);
+  p.num_tokens = grad.size(1);
+  p.head_dim = static_cast<int32_t>(grad.size(3));
+  const int64_t inner = num_heads * p.head_dim, width = norm_inner ? inner : p.head_dim;
+  const int64_t partials = std::min(p.batch * p.num_tokens, kMaxNormPartials);
+  Tensor dx = empty(grad, {p.batch, p.num_tokens, inner}, grad.scalar_type());
+  Tensor dweight = empty(grad, {norm_weight ? partials : 0, width}, ScalarType::Float);
+  Tensor dbias = empty(grad, {norm_bias ? partials : 0, width}, ScalarType::Float);
+  p.output_dtype = dtype_of(grad.scalar_type());
+  p.input_dtype = x.has_value() ? dtype_of(x->scalar_type()) : p.output_dtype;
+  p.x = data_of(x);
+  p.grad = grad.data_ptr();
+  p.out = dx.data_ptr();
+  p.num_partials = static_cast<int32_t>(partials);
+  if (norm_weight) p.dnorm_weight = static_cast<float*>(dweight.data_ptr());
+  if (norm_bias) p.dnorm_bias = static_cast<float*>(dbias.data_ptr());
+  run_norm_rope_backward(p, current_stream(grad.get_device_index()));
+  return {dx, dweight, dbias};
+}
+
+}  // namespace
+}  // namespace frx
+
+STABLE_TORCH_LIBRARY_IMPL(fused_rope_xattn, CUDA, m) {
+  m.impl("attention_forward", TORCH_BOX(&frx::attention_forward<false>));
+  m.impl("attention_forward_portable", TORCH_BOX(&frx::attention_forward<true>));
+  m.impl("attention_backward", TORCH_BOX(&frx::attention_backward));
+  m.impl("norm_rope", TORCH_BOX(&frx::norm_rope));
+  m.impl("norm_rope_backward", TORCH_BOX(&frx::norm_rope_backward));
+}

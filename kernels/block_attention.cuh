@@ -1,0 +1,196 @@
+// Attention of one tile of 16 queries of one head, by a whole block.
+//
+// A small problem has few query tiles, so it is the keys that are spread over the warps: each walks
+// over its own chunks of 16 keys at its own pace, with an online softmax of its own, and the results
+// of all warps are merged in shared memory.
+#pragma once
+
+#include "attention_forward.cuh"  // defines: OnlineSoftmax
+#include "projection_tile.cuh"
+
+namespace frx {
+
+template <class Op, int kD>
+struct BlockAttentionShape {
+  using Element = typename Op::Element;
+  using Tile = SmemTile<Element, kD>;
+  static constexpr int kQueries = kBlockTileQueries;
+  static constexpr int kKeys = 16;  // a chunk
+  static constexpr int kChunkBytes = 2 * kKeys * kD * sizeof(Element);
+  static constexpr int kKeyWarps = 8 * kChunkBytes <= 64 * 1024 ? 8 : 4;  // the others wait
+  static constexpr int kOutTiles = kD / 8;
+
+  struct Chunk {
+    Element k[kKeys * kD];
+    Element v[kKeys * kD];
+  };
+  struct Part {
+    float o[kQueries][kD + 8];  // 32 bytes of padding: written without bank conflicts
+    float row_max[kQueries];
+    float row_sum[kQueries];
+  };
+  struct SharedStorage {
+    alignas(16) Element q[kQueries * kD];
+    union {
+      alignas(16) Chunk chunks[kKeyWarps];
+      Part parts[kKeyWarps];
+    };
+  };
+  static_assert(sizeof(SharedStorage) <= kBlockSmemBytes, "fits beside no one else");
+  using Softmax = OnlineSoftmax<Element, 1, kKeys / 8, kOutTiles>;
+};
+
+// One warp's chunks of keys: weights and weighted values, relative to its own maximum.
+template <class Op, int kD>
+__device__ __forceinline__ void attend_keys(
+    const AttentionForwardParams& p, const HeadScores& scores,
+    typename BlockAttentionShape<Op, kD>::SharedStorage& shared, int64_t b, int h,
+    int first_query, float (&o)[1][kD / 8][4],
+    typename BlockAttentionShape<Op, kD>::Softmax& softmax) {
+  using Shape = BlockAttentionShape<Op, kD>;
+  using Element = typename Op::Element;
+  using Tile = typename Shape::Tile;
+  constexpr int kKeys = Shape::kKeys;
+  const int warp = threadIdx.x / 32;
+  const bool has_chunks = warp < Shape::kKeyWarps;
+  const Tile q_tile{shared.q};
+  const Tile k_tile{shared.chunks[has_chunks ? warp : 0].k};
+  const Tile v_tile{shared.chunks[has_chunks ? warp : 0].v};
+
+  const int num_queries = p.sizes.num_queries;
+  const int kv_head = h / (p.sizes.num_heads / p.sizes.num_kv_heads);
+  const int end = has_chunks ? key_tiles_of_queries(first_query, Shape::kQueries, kKeys, num_queries,
+                                                    scores.key_count, scores.is_causal)
+                                   .end
+                             : 0;
+  const int plain_end = scores.is_plain() && first_query + Shape::kQueries <= num_queries
+                            ? unmasked_key_tiles(first_query, kKeys, num_queries, scores.key_count,
+                                                 scores.is_causal)
+                            : 0;
+  const Element* k = static_cast<const Element*>(p.k.data) + offset_in(p.k, b, 0, kv_head);
+  const Element* v = static_cast<const Element*>(p.v.data) + offset_in(p.v, b, 0, kv_head);
+  auto load = [&](Tile tile, const Element* source, int64_t row_stride, int chunk) {
+    const int first_key = chunk * kKeys;
+    if (chunk < end) {
+      load_tile<kKeys, 32>(
+          tile, source + first_key * row_stride, row_stride, p.sizes.head_dim,
+          [&](int row) { return scores.key_exists(first_key + row); }, threadIdx.x % 32);
+    }
+    commit_copies();  // also an empty group, so that their count is known
+  };
+
+  const Element* q = static_cast<const Element*>(p.q.data) + offset_in(p.q, b, first_query, h);
+  load_tile<Shape::kQueries, kBlockThreads>(
+      q_tile, q, p.q.token_stride, p.sizes.head_dim,
+      [&](int row) { return first_query + row < num_queries; });
+  load(k_tile, k, p.k.token_stride, warp);  // in one group with the queries
+  load(v_tile, v, p.v.token_stride, warp);
+  wait_copies<1>();
+  __syncthreads();  // queries are here, brought by all warps
+
+  for (int chunk = warp; chunk < end; chunk += Shape::kKeyWarps) {
+    const int lane = opaque(threadIdx.x % 32);
+    const int row = first_query + lane / 4, column = chunk * kKeys + 2 * (lane % 4);
+    float s[1][kKeys / 8][4] = {};
+    multiply_rows<Op, 1, kKeys / 8, kD>(s, q_tile, 0, k_tile, lane);
+    __syncwarp();  // every lane is done with K
+    load(k_tile, k, p.k.token_stride, chunk + Shape::kKeyWarps);
+    apply_modifiers<false>(s[0], scores, row, column, chunk < plain_end);
+    softmax.update(s, o);
+    wait_copies<1>();
+    __syncwarp();  // V is here
+    multiply_accumulators<Op, 1, kKeys / 8, Shape::kOutTiles>(o, s, v_tile, 0, lane);
+    __syncwarp();  // every lane is done with V
+    load(v_tile, v, p.v.token_stride, chunk + Shape::kKeyWarps);
+    wait_copies<1>();
+    __syncwarp();  // the next K is here
+  }
+  softmax.finish();
+}
+
+// o and lse of the tile from the warps' parts.
+template <class Op, int kD>
+__device__ __forceinline__ void merge_parts(
+    const AttentionForwardParams& p,
+    const typename BlockAttentionShape<Op, kD>::SharedStorage& shared, int64_t b, int h,
+    int first_query) {
+  using Shape = BlockAttentionShape<Op, kD>;
+  using Element = typename Op::Element;
+  const AttentionSizes& sizes = p.sizes;
+  for (int i = threadIdx.x; i < Shape::kQueries * kD / 2; i += kBlockThreads) {
+    const int row = i / (kD / 2), d = i % (kD / 2) * 2, query = first_query + row;
+    if (query >= sizes.num_queries || d >= sizes.head_dim) continue;
+    float row_max = negative_infinity();
+#pragma unroll
+    for (int w = 0; w < Shape::kKeyWarps; ++w) {
+      row_max = fmaxf(row_max, shared.parts[w].row_max[row]);
+    }
+    // A row without a key: subtract 0 rather than -inf, so that its weights are 0.
+    const float base = row_max == negative_infinity() ? 0.f : row_max;
+    float sum = 0.f, x = 0.f, y = 0.f;
+#pragma unroll
+    for (int w = 0; w < Shape::kKeyWarps; ++w) {
+      const auto& part = shared.parts[w];
+      const float weight = weight_of<Element>(part.row_max[row] - base);
+      sum = fmaf(weight, part.row_sum[row], sum);
+      x = fmaf(weight, part.o[row][d], x);
+      y = fmaf(weight, part.o[row][d + 1], y);
+    }
+    const float factor = sum > 0.f ? 1.f / sum : 0.f;
+    store2(static_cast<Element*>(p.o.data) + offset_in(p.o, b, query, h) + d, x * factor,
+           y * factor);
+    if (d == 0) {
+      p.lse[(b * sizes.num_heads + h) * sizes.num_queries + query] =
+          sum > 0.f ? row_max / kScoreUnit<Element> + logf(sum) : negative_infinity();
+    }
+  }
+}
+
+template <class Op, int kD>
+__device__ __forceinline__ void attend_tile(const AttentionForwardParams& p, int tile, char* smem) {
+  using Shape = BlockAttentionShape<Op, kD>;
+  auto& shared = *reinterpret_cast<typename Shape::SharedStorage*>(smem);
+  const AttentionSizes& sizes = p.sizes;
+  const int num_q_tiles = ceil_div(sizes.num_queries, Shape::kQueries);
+  const int first_query = tile % num_q_tiles * Shape::kQueries;
+  const int batch_head = tile / num_q_tiles, b = batch_head / sizes.num_heads;
+  const int h = batch_head - b * sizes.num_heads;
+  const HeadScores scores(sizes, p.scores, b, h, kScoreUnit<typename Op::Element>);
+
+  float o[1][Shape::kOutTiles][4] = {};
+  typename Shape::Softmax softmax;
+  attend_keys<Op, kD>(p, scores, shared, b, h, first_query, o, softmax);
+  __syncthreads();  // every warp is done with its chunks, which the parts replace
+
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  if (warp < Shape::kKeyWarps) {
+    auto& part = shared.parts[warp];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = 8 * half + lane / 4;
+      if (lane % 4 == 0) {
+        part.row_max[row] = softmax.row_max[0][half];
+        part.row_sum[row] = softmax.row_sum[0][half];
+      }
+#pragma unroll
+      for (int n = 0; n < Shape::kOutTiles; ++n) {
+        store2(&part.o[row][8 * n + 2 * (lane % 4)], o[0][n][2 * half], o[0][n][2 * half + 1]);
+      }
+    }
+  }
+  __syncthreads();  // all parts are written
+  merge_parts<Op, kD>(p, shared, b, h, first_query);
+  __syncthreads();  // shared memory may be written again
+}
+
+// This block's tiles.
+template <class Op, int kD>
+__device__ __forceinline__ void attend_tiles(const AttentionForwardParams& p, char* smem) {
+  const AttentionSizes& sizes = p.sizes;
+  const int tiles = static_cast<int>(sizes.batch) * sizes.num_heads *
+                    ceil_div(sizes.num_queries, kBlockTileQueries);
+#pragma unroll 1
+  for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) attend_tile<Op, kD>(p, tile, smem);
+}
+
+}  // namespace frx

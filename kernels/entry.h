@@ -1,0 +1,17 @@
+// What the kernels offer to bindings.cpp: every entry point, nothing else.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "block_params.h"
+#include "params.h"
+
+namespace frx {
+
+void run_attention_forward(const AttentionForwardParams& params, cudaStream_t stream);
+void run_attention_backward(const AttentionBackwardParams& params, cudaStream_t stream);
+void run_block_forward(const BlockForwardParams& params, cudaStream_t stream);
+void run_norm_rope(const NormRopeParams& params, cudaStream_t stream);
+void run_norm_rope_backward(const NormRopeParams& params, cudaStream_t stream);
+
+}  // namespace frx

@@ -1,0 +1,280 @@
+// Tensor-core operators of the portable kernels (sm_80 and newer): how a warp loads the fragments of
+// one m16n8 product and multiplies them. An operator fixes the element type and the number of
+// products; the kernels above it are written once.
+//
+// Fragment layout of the fp32 accumulator c[4] of an m16n8 product, with g = lane / 4, t = lane % 4:
+// c[0], c[1] = row g, columns 2t and 2t + 1; c[2], c[3] = row g + 8, the same columns.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+#include "tile.cuh"
+
+namespace frx {
+
+__device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[4], uint32_t smem_address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(smem_address));
+}
+
+__device__ __forceinline__ void ldmatrix_x4_trans(uint32_t (&r)[4], uint32_t smem_address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(smem_address));
+}
+
+// volatile, like the products around it: hoisted loads would cost registers.
+__device__ __forceinline__ uint32_t load_shared_word(uint32_t smem_address) {
+  uint32_t word;
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(word) : "r"(smem_address));
+  return word;
+}
+
+__device__ __forceinline__ void mma_m16n8k16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0,
+                                             uint32_t b1, __nv_bfloat16) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+      "{%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+__device__ __forceinline__ void mma_m16n8k16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0,
+                                             uint32_t b1, __half) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+      "{%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+__device__ __forceinline__ void mma_m16n8k8_tf32(float (&c)[4], const uint32_t (&a)[4], uint32_t b0,
+                                                 uint32_t b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+      "{%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+__device__ __forceinline__ uint32_t round_to_tf32(float x) {
+  uint32_t bits;
+  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(bits) : "f"(x));
+  return bits;
+}
+
+__device__ __forceinline__ uint32_t pack2(float low, float high, __nv_bfloat16) {
+  const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+  return *reinterpret_cast<const uint32_t*>(&pair);
+}
+
+__device__ __forceinline__ uint32_t pack2(float low, float high, __half) {
+  const __half2 pair = __floats2half2_rn(low, high);
+  return *reinterpret_cast<const uint32_t*>(&pair);
+}
+
+// Two neighbouring elements of a row.
+__device__ __forceinline__ void store2(float* out, float x, float y) {
+  *reinterpret_cast<float2*>(out) = make_float2(x, y);
+}
+template <class T>
+__device__ __forceinline__ void store2(T* out, float x, float y) {
+  *reinterpret_cast<uint32_t*>(out) = pack2(x, y, T());
+}
+
+// One 16-bit product, fp32 accumulation.
+template <class T>
+struct HalfOp {
+  using Element = T;
+  static constexpr int kK = 16;  // depth of one product
+  static constexpr int kDepthUnroll = 16;
+  static constexpr bool kSplits = false;  // operands in two parts, in twice the registers
+
+  struct A {
+    uint32_t r[4];
+  };
+  struct B {
+    uint32_t r[2];
+  };
+
+  template <class Tile>
+  static __device__ A load_a(Tile tile, int row, int k_step, int lane) {
+    A a;
+    ldmatrix_x4(a.r, tile.address(row + lane % 16, 2 * k_step + lane / 16));
+    return a;
+  }
+
+  // The accumulators of two neighbouring n8 tiles as the left operand of the next product.
+  static __device__ A from_accumulators(const float (*c)[4]) {
+    return {{pack2(c[0][0], c[0][1], T()), pack2(c[0][2], c[0][3], T()),
+             pack2(c[1][0], c[1][1], T()), pack2(c[1][2], c[1][3], T())}};
+  }
+
+  // Right operand from a tile whose rows are the product's columns: b[0] for columns
+  // [row, row + 8), b[1] for the next eight.
+  template <class Tile>
+  static __device__ void load_b(B (&b)[2], Tile tile, int row, int k_step, int lane) {
+    uint32_t r[4];
+    ldmatrix_x4(r, tile.address(row + lane % 8 + 8 * (lane / 16), 2 * k_step + lane / 8 % 2));
+    b[0] = {{r[0], r[1]}};
+    b[1] = {{r[2], r[3]}};
+  }
+
+  // Right operand from a tile whose rows are the product's depth; the two n8 tiles start at
+  // column `column`. Its depth order matches from_accumulators.
+  template <class Tile>
+  static __device__ void load_b_transposed(B (&b)[2], Tile tile, int k_step, int column, int lane) {
+    uint32_t r[4];
+    ldmatrix_x4_trans(r, tile.address(16 * k_step + lane % 16, column / 8 + lane / 16));
+    b[0] = {{r[0], r[1]}};
+    b[1] = {{r[2], r[3]}};
+  }
+
+  static __device__ void multiply_add(float (&c)[4], const A& a, const B& b) {
+    mma_m16n8k16(c, a.r, b.r[0], b.r[1], T());
+  }
+};
+
+// fp32 operands. kTerms == 1 rounds them to TF32 once. kTerms == 3 splits each into a TF32 head and
+// tail and adds head*tail, tail*head and head*head; each step accumulates from zero and is then
+// added in fp32, because the tensor core truncates its running sum.
+template <int kTerms>
+struct Tf32Op {
+  static_assert(kTerms == 1 || kTerms == 3, "one TF32 product, or three for fp32 accuracy");
+  using Element = float;
+  static constexpr int kK = 8;
+  // Unrolling further lets the compiler load so far ahead that it spills.
+  static constexpr int kDepthUnroll = 2;
+  static constexpr bool kSplits = kTerms == 3;
+
+  struct A {
+    uint32_t head[4];
+    uint32_t tail[kTerms == 3 ? 4 : 1];
+  };
+  struct B {
+    uint32_t r[2];
+  };
+
+  static __device__ void split(uint32_t bits, uint32_t& head, uint32_t& tail) {
+    const float x = __uint_as_float(bits);
+    head = round_to_tf32(x);
+    tail = round_to_tf32(x - __uint_as_float(head));
+  }
+
+  static __device__ A prepare(const uint32_t (&r)[4]) {
+    A a;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if constexpr (kTerms == 3) {
+        split(r[i], a.head[i], a.tail[i]);
+      } else {
+        a.head[i] = round_to_tf32(__uint_as_float(r[i]));
+      }
+    }
+    return a;
+  }
+
+  template <class Tile>
+  static __device__ A load_a(Tile tile, int row, int k_step, int lane) {
+    uint32_t r[4];
+    ldmatrix_x4(r, tile.address(row + lane % 16, 2 * k_step + lane / 16));
+    return prepare(r);
+  }
+
+  // A product sums over its depth in any order, so accumulator columns 2t and 2t + 1 serve as depths
+  // t and t + 4 without moving; load_b_transposed reads its rows in the same order.
+  static __device__ A from_accumulators(const float (*c)[4]) {
+    const uint32_t r[4] = {__float_as_uint(c[0][0]), __float_as_uint(c[0][2]),
+                           __float_as_uint(c[0][1]), __float_as_uint(c[0][3])};
+    return prepare(r);
+  }
+
+  template <class Tile>
+  static __device__ void load_b(B (&b)[2], Tile tile, int row, int k_step, int lane) {
+    uint32_t r[4];
+    ldmatrix_x4(r, tile.address(row + lane % 8 + 8 * (lane / 16), 2 * k_step + lane / 8 % 2));
+    b[0] = {{r[0], r[1]}};
+    b[1] = {{r[2], r[3]}};
+  }
+
+  template <class Tile>
+  static __device__ void load_b_transposed(B (&b)[2], Tile tile, int k_step, int column, int lane) {
+    const int row = 8 * k_step + 2 * (lane % 4);
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        b[n].r[i] = load_shared_word(tile.element_address(row + i, column + 8 * n + lane / 4));
+      }
+    }
+  }
+
+  static __device__ void multiply_add(float (&c)[4], const A& a, const B& b) {
+    if constexpr (kTerms == 1) {
+      mma_m16n8k8_tf32(c, a.head, round_to_tf32(__uint_as_float(b.r[0])),
+                       round_to_tf32(__uint_as_float(b.r[1])));
+    } else {
+      uint32_t head[2], tail[2];
+      split(b.r[0], head[0], tail[0]);
+      split(b.r[1], head[1], tail[1]);
+      float step[4] = {0.f, 0.f, 0.f, 0.f};
+      mma_m16n8k8_tf32(step, a.head, tail[0], tail[1]);
+      mma_m16n8k8_tf32(step, a.tail, head[0], head[1]);
+      mma_m16n8k8_tf32(step, a.head, head[0], head[1]);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) c[i] += step[i];
+    }
+  }
+};
+
+// c[m][n] += a-rows * b-rows^T over the whole depth kD. Warp rows start at `a_row`.
+template <class Op, int kMT, int kNT, int kD, class TileA, class TileB>
+__device__ __forceinline__ void multiply_rows(float (&c)[kMT][kNT][4], TileA a_tile, int a_row,
+                                              TileB b_tile, int lane) {
+#pragma unroll(Op::kDepthUnroll)
+  for (int k = 0; k < kD / Op::kK; ++k) {
+    typename Op::A a[kMT];
+#pragma unroll
+    for (int m = 0; m < kMT; ++m) a[m] = Op::load_a(a_tile, a_row + 16 * m, k, lane);
+#pragma unroll
+    for (int n = 0; n < kNT; n += 2) {
+      typename Op::B b[2];
+      Op::load_b(b, b_tile, 8 * n, k, lane);
+#pragma unroll
+      for (int m = 0; m < kMT; ++m) {
+        Op::multiply_add(c[m][n], a[m], b[0]);
+        Op::multiply_add(c[m][n + 1], a[m], b[1]);
+      }
+    }
+  }
+}
+
+// c[m][n] += p * tile, where p holds kNT accumulator tiles of the previous product and the tile's
+// rows are p's columns. Output columns start at `column`.
+template <class Op, int kMT, int kNT, int kOutT, class Tile>
+__device__ __forceinline__ void multiply_accumulators(float (&c)[kMT][kOutT][4],
+                                                      const float (&p)[kMT][kNT][4], Tile tile,
+                                                      int column, int lane) {
+#pragma unroll
+  for (int k = 0; k < kNT * 8 / Op::kK; ++k) {
+    typename Op::A a[kMT];
+#pragma unroll
+    for (int m = 0; m < kMT; ++m) a[m] = Op::from_accumulators(&p[m][k * Op::kK / 8]);
+#pragma unroll
+    for (int n = 0; n < kOutT; n += 2) {
+      typename Op::B b[2];
+      Op::load_b_transposed(b, tile, k, column + 8 * n, lane);
+#pragma unroll
+      for (int m = 0; m < kMT; ++m) {
+        Op::multiply_add(c[m][n], a[m], b[0]);
+        Op::multiply_add(c[m][n + 1], a[m], b[1]);
+      }
+    }
+  }
+}
+
+}  // namespace frx

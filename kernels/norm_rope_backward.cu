@@ -1,0 +1,285 @@
+// The adjoint of norm_rope: dx, and partial sums of the norm's weight and bias gradients.
+//
+// Laid out like the forward. The norm's statistics are computed anew from x. Block g sums the
+// weight gradients of its own tiles in a fixed order and writes row g of the partial sums.
+#include "entry.h"
+#include "norm_rope.cuh"
+
+namespace frx {
+namespace norm_rope {
+namespace {
+
+// Averages that the norm's backward takes off the gradient of its result before the weight's turn:
+// of g * w, and of g * w * normalised x.
+struct GradientMeans {
+  float plain = 0.f, projected = 0.f;
+};
+
+template <class X, class Grad, int kVec>
+__device__ __forceinline__ GradientMeans inner_gradient_means(const Worker<kVec>& worker,
+                                                              const Tile& tile,
+                                                              const Moments& moments) {
+  const NormRopeParams& p = worker.p;
+  float sums[2] = {0.f, 0.f};
+  worker.for_each_row(tile, [&](const Row& row) {
+    auto x = biased_x<X>(worker, row, worker.template fetch<X>(p.x, p.input_dtype, row));
+    auto g = worker.template unpack<Grad>(worker.template fetch<Grad>(p.grad, p.output_dtype, row));
+    normalise(x, moments);
+    worker.template turn<true>(g, tile, row);
+    worker.scale_by_norm_weight(g, row);
+    sums[0] += worker.sum_dims(row, [&](int k, int v, int i) { return g.v[k][v][i]; });
+    sums[1] +=
+        worker.sum_dims(row, [&](int k, int v, int i) { return g.v[k][v][i] * x.v[k][v][i]; });
+  });
+  sum_over_block(sums, worker.shared.scratch);
+  const bool has_mean = p.norm_kind == NormKind::kLayer;
+  return {has_mean ? sums[0] / inner_width(worker) : 0.f, sums[1] / inner_width(worker)};
+}
+
+// g is the gradient times the weight, x normalised.
+template <int kVec>
+__device__ __forceinline__ GradientMeans head_gradient_means(const Worker<kVec>& worker,
+                                                             const Row& row,
+                                                             const HeadPart<kVec>& g,
+                                                             const HeadPart<kVec>& x) {
+  const auto mean_of = [&](auto f) {
+    return sum_over_lanes(worker.sum_dims(row, f), worker.g.lanes_per_head) / worker.p.head_dim;
+  };
+  GradientMeans means;
+  means.projected = mean_of([&](int k, int v, int i) { return g.v[k][v][i] * x.v[k][v][i]; });
+  if (worker.p.norm_kind == NormKind::kLayer) {
+    means.plain = mean_of([&](int k, int v, int i) { return g.v[k][v][i]; });
+  }
+  return means;
+}
+
+// g * w to the gradient of the norm's argument.
+template <int kVec>
+__device__ __forceinline__ void take_off_means(HeadPart<kVec>& g, const HeadPart<kVec>& x,
+                                               float rstd, const GradientMeans& means) {
+#pragma unroll
+  for (int k = 0; k < HeadPart<kVec>::kUnits; ++k) {
+#pragma unroll
+    for (int v = 0; v < 2; ++v) {
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) {
+        g.v[k][v][i] = rstd * (g.v[k][v][i] - means.plain - x.v[k][v][i] * means.projected);
+      }
+    }
+  }
+}
+
+// The gradients of the norm's weight and bias, summed over this block's rows. A head's norm sums in
+// registers, since a lane sees the same dims of every head. An inner norm's dims outnumber
+// registers: it sums in memory, where each element belongs to one thread.
+template <int kVec>
+struct WeightGradients {
+  static constexpr int kUnits = kUnitsPerLane<kVec>;
+
+  const Worker<kVec>& worker;
+  const bool is_inner;
+  HeadPart<kVec> dweight = {}, dbias = {};
+  // [H*D], of an inner norm; null when not wanted
+  float *dweight_memory = nullptr, *dbias_memory = nullptr;
+
+  __device__ __forceinline__ explicit WeightGradients(const Worker<kVec>& worker)
+      : worker(worker), is_inner(has_inner_norm(worker.p)) {
+    if (!is_inner) return;
+    const NormRopeParams& p = worker.p;
+    const int width = p.num_heads * p.head_dim;
+    float* smem = worker.shared.accumulated;
+    const bool in_smem = worker.g.accumulates_in_smem;
+    dweight_memory = in_smem && p.dnorm_weight ? smem : partial(p.dnorm_weight, width);
+    dbias_memory = in_smem && p.dnorm_bias ? smem + width : partial(p.dnorm_bias, width);
+    for (int i = threadIdx.x; i < width; i += blockDim.x) {
+      if (dweight_memory) dweight_memory[i] = 0.f;
+      if (dbias_memory) dbias_memory[i] = 0.f;
+    }
+    __syncthreads();  // zeros are written
+  }
+
+  // This block's row of the partial sums [num_partials, width].
+  __device__ __forceinline__ float* partial(float* sums, int width) const {
+    return sums == nullptr ? nullptr : sums + static_cast<int64_t>(blockIdx.x) * width;
+  }
+
+  __device__ __forceinline__ void add(const Row& row, const HeadPart<kVec>& g,
+                                      const HeadPart<kVec>& x) {
+    if (!row.is_active) return;
+    worker.for_each_vector([&](int k, int v) {
+      if (is_inner) {
+        const int dim = row.head * worker.p.head_dim + worker.place[k].dim[v];
+        Packed<float, kVec> product;
+#pragma unroll
+        for (int i = 0; i < kVec; ++i) product.elements[i] = g.v[k][v][i] * x.v[k][v][i];
+        add_to_memory(dweight_memory, dim, product.elements);
+        add_to_memory(dbias_memory, dim, g.v[k][v]);
+      } else {
+#pragma unroll
+        for (int i = 0; i < kVec; ++i) {
+          dweight.v[k][v][i] += g.v[k][v][i] * x.v[k][v][i];
+          dbias.v[k][v][i] += g.v[k][v][i];
+        }
+      }
+    });
+  }
+
+  static __device__ __forceinline__ void add_to_memory(float* memory, int dim,
+                                                       const float (&values)[kVec]) {
+    if (memory == nullptr) return;
+    auto& target = *reinterpret_cast<Packed<float, kVec>*>(memory + dim);
+    Packed<float, kVec> sum = target;
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) sum.elements[i] += values[i];
+    target = sum;
+  }
+
+  // Writes this block's partial sums.
+  __device__ __forceinline__ void finish() {
+    const NormRopeParams& p = worker.p;
+    __syncthreads();  // angles have been read, and every sum in memory is complete
+    if (is_inner) {
+      if (!worker.g.accumulates_in_smem) return;
+      const int width = p.num_heads * p.head_dim;
+      for (int i = threadIdx.x; i < width; i += blockDim.x) {
+        if (p.dnorm_weight) partial(p.dnorm_weight, width)[i] = dweight_memory[i];
+        if (p.dnorm_bias) partial(p.dnorm_bias, width)[i] = dbias_memory[i];
+      }
+      return;
+    }
+    const int num_warps = blockDim.x / kWarpSize;
+    float* warps_dweight = worker.shared.angles;  // [warps, D]
+    float* warps_dbias = warps_dweight + num_warps * p.head_dim;
+    sum_over_warp(dweight, warps_dweight);
+    sum_over_warp(dbias, warps_dbias);
+    __syncthreads();  // the warps' sums are written
+    for (int dim = threadIdx.x; dim < p.head_dim; dim += blockDim.x) {
+      if (p.dnorm_weight) partial(p.dnorm_weight, p.head_dim)[dim] = column_sum(warps_dweight, dim);
+      if (p.dnorm_bias) partial(p.dnorm_bias, p.head_dim)[dim] = column_sum(warps_dbias, dim);
+    }
+  }
+
+  // Adds up the heads that a warp holds side by side; the first head's lanes write the warp's row.
+  __device__ __forceinline__ void sum_over_warp(const HeadPart<kVec>& part, float* warps) const {
+    const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
+#pragma unroll
+    for (int k = 0; k < kUnits; ++k) {
+#pragma unroll
+      for (int v = 0; v < 2; ++v) {
+#pragma unroll
+        for (int i = 0; i < kVec; ++i) {
+          float sum = part.v[k][v][i];
+          for (int offset = worker.g.lanes_per_head; offset < kWarpSize; offset *= 2) {
+            sum += __shfl_xor_sync(0xFFFFFFFFu, sum, offset);
+          }
+          if (lane < worker.g.lanes_per_head && worker.has[k][v]) {
+            warps[warp * worker.p.head_dim + worker.place[k].dim[v] + i] = sum;
+          }
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ float column_sum(const float* warps, int dim) const {
+    float sum = 0.f;
+    for (int w = 0; w < static_cast<int>(blockDim.x) / kWarpSize; ++w) {
+      sum += warps[w * worker.p.head_dim + dim];
+    }
+    return sum;
+  }
+};
+
+// Without a norm x is not read.
+template <class Grad, int kVec>
+__global__ void __launch_bounds__(kMaxThreads, 4)
+    rope_backward(const __grid_constant__ Launch launch) {
+  extern __shared__ __align__(16) unsigned char smem[];
+  const NormRopeParams& p = launch.params;
+  const Worker<kVec> worker(launch, smem);
+  worker.prepare_angles();
+
+  for (int64_t index = blockIdx.x; index < launch.geometry.num_tiles; index += gridDim.x) {
+    const Tile tile = worker.tile_at(index);
+    auto raw = worker.template fetch<Grad>(p.grad, p.output_dtype, worker.row_at(tile, 0));
+    stage_angles(worker, tile);
+    worker.for_each_row(tile, [&](const Row& row, const Row& next) {
+      HeadPart<kVec> g = worker.template unpack<Grad>(raw);
+      raw = worker.template fetch<Grad>(p.grad, p.output_dtype, next);
+      worker.template turn<true>(g, tile, row);
+      worker.template store<Grad>(row, g);
+    });
+  }
+}
+
+template <class X, class Grad, int kVec>
+__global__ void __launch_bounds__(kMaxThreads, 2)
+    norm_rope_backward(const __grid_constant__ Launch launch) {
+  extern __shared__ __align__(16) unsigned char smem[];
+  const NormRopeParams& p = launch.params;
+  const Worker<kVec> worker(launch, smem);
+  const bool is_inner = has_inner_norm(p);
+  worker.prepare_angles();
+  WeightGradients<kVec> weight_gradients(worker);
+
+  for (int64_t index = blockIdx.x; index < launch.geometry.num_tiles; index += gridDim.x) {
+    const Tile tile = worker.tile_at(index);
+    const Row first = worker.row_at(tile, 0);
+    auto raw_g = worker.template fetch<Grad>(p.grad, p.output_dtype, first);
+    auto raw_x = worker.template fetch<X>(p.x, p.input_dtype, first);
+    stage_angles(worker, tile);
+    Moments moments;
+    GradientMeans means;
+    if (is_inner) {
+      moments = inner_moments<X>(worker, tile);
+      means = inner_gradient_means<X, Grad>(worker, tile, moments);
+    }
+
+    worker.for_each_row(tile, [&](const Row& row, const Row& next) {
+      HeadPart<kVec> g = worker.template unpack<Grad>(raw_g);
+      HeadPart<kVec> x = biased_x<X>(worker, row, raw_x);
+      raw_g = worker.template fetch<Grad>(p.grad, p.output_dtype, next);
+      raw_x = worker.template fetch<X>(p.x, p.input_dtype, next);
+      worker.template turn<true>(g, tile, row);
+      if (!is_inner) moments = head_moments(worker, row, x);
+      normalise(x, moments);
+      weight_gradients.add(row, g, x);
+      worker.scale_by_norm_weight(g, row);
+      if (!is_inner) means = head_gradient_means(worker, row, g, x);
+      take_off_means(g, x, moments.rstd, means);
+      worker.template store<Grad>(row, g);
+    });
+  }
+  if (sums_weight_gradients(p)) weight_gradients.finish();
+}
+
+template <class Grad>
+Kernel backward_kernel(const NormRopeParams& p) {
+  return p.norm_kind == NormKind::kNone ? rope_backward<Grad, kWideVector>
+                                        : norm_rope_backward<float, Grad, kWideVector>;
+}
+
+Kernel backward_kernel(const NormRopeParams& p, bool is_wide) {
+  if (!is_wide) {
+    return p.norm_kind == NormKind::kNone ? rope_backward<AnyType, 1>
+                                          : norm_rope_backward<AnyType, AnyType, 1>;
+  }
+  switch (p.output_dtype) {
+    case DType::kFloat16:
+      return backward_kernel<__half>(p);
+    case DType::kBFloat16:
+      return backward_kernel<__nv_bfloat16>(p);
+    default:
+      return backward_kernel<float>(p);
+  }
+}
+
+}  // namespace
+}  // namespace norm_rope
+
+void run_norm_rope_backward(const NormRopeParams& params, cudaStream_t stream) {
+  norm_rope::run(
+      [](const NormRopeParams& p, bool is_wide) { return norm_rope::backward_kernel(p, is_wide); },
+      "norm_rope_backward", params, stream);
+}
+
+}  // namespace frx

@@ -1,0 +1,162 @@
+// Softmax and results on the fragments of wgmma_sm90.cuh: a thread holds columns 8n + 2t, 8n + 2t +
+// 1 of rows g and g + 8 of its warp, as x[4n + 2i + e].
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+#include <type_traits>
+
+#include "params.h"
+#include "scores.cuh"
+
+namespace frx {
+
+// ---- softmax ----------------------------------------------------------------------------------
+
+struct RowState {
+  float maximum[2] = {negative_infinity(), negative_infinity()};  // as the scores, unscaled
+  float sum[2] = {0, 0};                                          // this thread's columns only
+};
+
+// Limits of the keys that the thread's two rows see, relative to its first column.
+template <int kCount>
+__device__ __forceinline__ void mask_scores(float (&s)[kCount], const int (&limit)[2]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    if (8 * (i / 4) + i % 2 >= limit[i / 2 % 2]) s[i] = negative_infinity();
+  }
+}
+
+__device__ __forceinline__ float quad_max(float x) {
+  x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, 1));
+  return fmaxf(x, __shfl_xor_sync(0xffffffff, x, 2));
+}
+
+__device__ __forceinline__ float quad_sum(float x) {
+  x += __shfl_xor_sync(0xffffffff, x, 1);
+  return x + __shfl_xor_sync(0xffffffff, x, 2);
+}
+
+// s becomes exp2(scale * (s - running maximum)); correction is what earlier weights lose by the new
+// maximum.
+template <int kCount>
+__device__ __forceinline__ void online_softmax(float (&s)[kCount], float scale, RowState& rows,
+                                               float (&correction)[2]) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    float even = rows.maximum[r], odd = negative_infinity();
+#pragma unroll
+    for (int i = 2 * r; i < kCount; i += 4) {
+      even = fmaxf(even, s[i]);
+      odd = fmaxf(odd, s[i + 1]);
+    }
+    const float maximum = quad_max(fmaxf(even, odd));
+    // A row that has seen no key yet: keep -inf - -inf out of the exponents.
+    const float offset = maximum == negative_infinity() ? 0.f : maximum * scale;
+    correction[r] = exp2_approx(fmaf(rows.maximum[r], scale, -offset));
+    rows.maximum[r] = maximum;
+    float even_sum = 0, odd_sum = 0;
+#pragma unroll
+    for (int i = 2 * r; i < kCount; i += 4) {
+      s[i] = exp2_approx(fmaf(s[i], scale, -offset));
+      s[i + 1] = exp2_approx(fmaf(s[i + 1], scale, -offset));
+      even_sum += s[i];
+      odd_sum += s[i + 1];
+    }
+    rows.sum[r] = fmaf(rows.sum[r], correction[r], even_sum + odd_sum);
+  }
+}
+
+template <int kCount>
+__device__ __forceinline__ void rescale_rows(float (&x)[kCount], const float (&factor)[2]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) x[i] *= factor[i / 2 % 2];
+}
+
+template <class Element>
+__device__ __forceinline__ uint32_t pack(float low, float high) {
+  if constexpr (std::is_same_v<Element, __half>) {
+    const __half2 pair = __floats2half2_rn(low, high);
+    return reinterpret_cast<const uint32_t&>(pair);
+  } else {
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+    return reinterpret_cast<const uint32_t&>(pair);
+  }
+}
+
+template <class Element, int kCount>
+__device__ __forceinline__ void pack_weights(uint32_t (&p)[kCount / 2], const float (&s)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount / 2; ++i) p[i] = pack<Element>(s[2 * i], s[2 * i + 1]);
+}
+
+// ---- results ----------------------------------------------------------------------------------
+
+// Four lanes of a quad hold x[0..3] each; afterwards lane t holds every lane's x[t], in lane order.
+__device__ __forceinline__ uint4 transpose_quad(const uint32_t (&x)[4], int t) {
+  const bool is_odd = t & 1, is_upper = t & 2;
+  uint32_t even_lane[2], odd_lane[2];
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const uint32_t kept = is_odd ? x[2 * half + 1] : x[2 * half];
+    const uint32_t sent = is_odd ? x[2 * half] : x[2 * half + 1];
+    const uint32_t received = __shfl_xor_sync(0xffffffff, sent, 1);
+    even_lane[half] = is_odd ? received : kept;
+    odd_lane[half] = is_odd ? kept : received;
+  }
+  const uint32_t kept0 = is_upper ? even_lane[1] : even_lane[0];
+  const uint32_t kept1 = is_upper ? odd_lane[1] : odd_lane[0];
+  const uint32_t received0 = __shfl_xor_sync(0xffffffff, is_upper ? even_lane[0] : even_lane[1], 2);
+  const uint32_t received1 = __shfl_xor_sync(0xffffffff, is_upper ? odd_lane[0] : odd_lane[1], 2);
+  return is_upper ? make_uint4(received0, received1, kept0, kept1)
+                  : make_uint4(kept0, kept1, received0, received1);
+}
+
+// o [B, Tq, H, D] rows query and query + 8, 16 bytes a lane.
+template <class Element, int kCount>
+__device__ __forceinline__ void store_output(const AttentionForwardParams& p,
+                                             const float (&o)[kCount], int batch, int head,
+                                             int query, int t) {
+  Element* out =
+      static_cast<Element*>(p.o.data) + batch * p.o.batch_stride + head * p.o.head_stride;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int row = query + 8 * r;
+#pragma unroll
+    for (int i = 0; i < kCount; i += 16) {
+      const uint32_t pairs[4] = {pack<Element>(o[i + 2 * r], o[i + 2 * r + 1]),
+                                 pack<Element>(o[i + 4 + 2 * r], o[i + 5 + 2 * r]),
+                                 pack<Element>(o[i + 8 + 2 * r], o[i + 9 + 2 * r]),
+                                 pack<Element>(o[i + 12 + 2 * r], o[i + 13 + 2 * r])};
+      const uint4 chunk = transpose_quad(pairs, t);
+      const int dim = 2 * i + 8 * t;
+      if (row < p.sizes.num_queries && dim < p.sizes.head_dim) {
+        *reinterpret_cast<uint4*>(out + row * p.o.token_stride + dim) = chunk;
+      }
+    }
+  }
+}
+
+// partial_o [num_splits, B, H, Tq, D] in fp32.
+template <int kCount>
+__device__ __forceinline__ void store_partial(const AttentionForwardParams& p,
+                                              const float (&o)[kCount], int64_t first_row,
+                                              int query, int t) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int row = query + 8 * r;
+    if (row >= p.sizes.num_queries) continue;
+    float* out = p.partial_o + (first_row + row) * p.sizes.head_dim;
+#pragma unroll
+    for (int i = 0; i < kCount; i += 4) {
+      const int dim = 2 * i + 2 * t;
+      if (dim < p.sizes.head_dim) {
+        *reinterpret_cast<float2*>(out + dim) = make_float2(o[i + 2 * r], o[i + 2 * r + 1]);
+      }
+    }
+  }
+}
+
+}  // namespace frx

@@ -1,0 +1,21 @@
+// Descriptions of tensors for the copy engine (TMA).
+#pragma once
+
+#include <cuda.h>
+
+#include <cstdint>
+
+#include "params.h"
+
+namespace frx {
+
+// Whether the copy engine can read the view: 16-byte aligned rows, strides in its range.
+bool is_tensor_map_possible(const HeadsView& view, int64_t batch, int num_tokens, int num_heads);
+
+// Map of a [B, T, H, D] view with coordinates (d, t, h, b). One copy brings [box_tokens, box_dims]
+// of one head, box_dims * 2 bytes a row (64 or 128), swizzled over a row's width; whatever lies
+// outside the tensor arrives as zeros.
+CUtensorMap make_heads_map(const HeadsView& view, DType dtype, int64_t batch, int num_tokens,
+                           int num_heads, int head_dim, int box_dims, int box_tokens);
+
+}  // namespace frx

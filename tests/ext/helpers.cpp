@@ -1,0 +1,115 @@
+// The kernels' torch-free helpers, called from tests/test_device_helpers.py.
+#include <pybind11/numpy.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <utility>
+#include <vector>
+
+#include "dropout.cuh"
+#include "mask.cuh"
+#include "norm_rope_plan.h"
+#include "rope.cuh"
+
+namespace py = pybind11;
+
+namespace frx {
+namespace {
+
+std::pair<float, float> as_tuple(Pair x) { return {x.first, x.second}; }
+std::pair<int, int> as_tuple(IndexRange range) { return {range.begin, range.end}; }
+
+std::vector<uint32_t> philox_words(const std::vector<uint32_t>& counter,
+                                   const std::vector<uint32_t>& key) {
+  const PhiloxWords words =
+      philox({{counter.at(0), counter.at(1), counter.at(2), counter.at(3)}}, key.at(0), key.at(1));
+  return {words.w, words.w + 4};
+}
+
+// Dims of every vector that the lanes of a head hold, and the pair of each vector's first dim.
+template <int kVec>
+py::list unit_places(int num_units, int head_dim, int rotary_dim, int axes, bool interleaved) {
+  py::list places;
+  for (int unit = 0; unit < num_units; ++unit) {
+    const norm_rope::UnitPlace place =
+        norm_rope::place_of_unit<kVec>(unit, head_dim, rotary_dim, axes, interleaved);
+    places.append(py::make_tuple(place.dim[0], place.dim[1], place.pair[0], place.pair[1]));
+  }
+  return places;
+}
+
+void bind_dropout(py::module_& m) {
+  m.def("philox", &philox_words);
+  m.def("dropout_keep", py::vectorize([](uint64_t seed, uint64_t batch_head, uint32_t query,
+                                         uint32_t key, uint32_t keep_threshold) {
+          return dropout_keep(seed, batch_head, query, key, keep_threshold);
+        }));
+  m.def("dropout_words", [](uint64_t seed, uint64_t batch_head, uint32_t query, uint32_t key) {
+    const PhiloxWords words = dropout_words(seed, batch_head, query, key);
+    return std::vector<uint32_t>(words.w, words.w + 4);
+  });
+}
+
+void bind_mask(py::module_& m) {
+  m.def("key_count", [](const std::vector<int32_t>& kv_lengths, int64_t b, int num_keys) {
+    return key_count(kv_lengths.empty() ? nullptr : kv_lengths.data(), b, num_keys);
+  });
+  m.def("keys_visible", py::vectorize(keys_visible));
+  m.def("first_query_seeing", py::vectorize(first_query_seeing));
+  m.def("key_tiles_of_queries", [](int first_query, int tile_queries, int tile_keys,
+                                   int num_queries, int key_count, bool is_causal) {
+    return as_tuple(key_tiles_of_queries(first_query, tile_queries, tile_keys, num_queries,
+                                         key_count, is_causal));
+  });
+  m.def("unmasked_key_tiles", &unmasked_key_tiles);
+  m.def("query_tiles_of_keys",
+        [](int first_key, int tile_queries, int num_queries, int key_count, bool is_causal) {
+          return as_tuple(
+              query_tiles_of_keys(first_key, tile_queries, num_queries, key_count, is_causal));
+        });
+  m.def("heads_offset", [](int64_t b, int64_t token, int64_t head, int64_t batch_stride,
+                           int64_t token_stride, int64_t head_stride) {
+    return offset_in(HeadsView{nullptr, batch_stride, token_stride, head_stride}, b, token, head);
+  });
+}
+
+void bind_rope(py::module_& m) {
+  m.def("turns_of", py::vectorize([](double position, int pair, int axis_width, double log2_base) {
+          return turns_of(position, pair, axis_width, log2_base);
+        }));
+  m.def("inverse_frequency", &inverse_frequency);
+  m.def("cos_sin", [](double turns) {
+    const CosSin result = cos_sin(turns);
+    return std::make_pair(result.cos, result.sin);
+  });
+  m.def("pair_dims", [](int pair, int rotary_dim, int axes, bool interleaved) {
+    const PairDims dims = pair_dims(pair, rotary_dim, axes, interleaved);
+    return std::make_pair(dims.first, dims.second);
+  });
+  m.def("rotate",
+        [](float x0, float x1, float c, float s) { return as_tuple(rotate(Pair{x0, x1}, c, s)); });
+  m.def("rotate_back", [](float g0, float g1, float c, float s) {
+    return as_tuple(rotate_back(Pair{g0, g1}, c, s));
+  });
+  m.def("rotate", [](float x0, float x1, float c0, float s0, float c1, float s1) {
+    return as_tuple(rotate(Pair{x0, x1}, CosSin{c0, s0}, CosSin{c1, s1}));
+  });
+  m.def("rotate_back", [](float g0, float g1, float c0, float s0, float c1, float s1) {
+    return as_tuple(rotate_back(Pair{g0, g1}, CosSin{c0, s0}, CosSin{c1, s1}));
+  });
+}
+
+void bind_norm_rope_plan(py::module_& m) {
+  m.def("unit_places_wide", &unit_places<norm_rope::kWideVector>);
+  m.def("unit_places_scalar", &unit_places<1>);
+}
+
+}  // namespace
+}  // namespace frx
+
+PYBIND11_MODULE(helpers, m) {
+  frx::bind_dropout(m);
+  frx::bind_mask(m);
+  frx::bind_rope(m);
+  frx::bind_norm_rope_plan(m);
+}
