@@ -41,6 +41,7 @@ def project_heads(p: Projection) -> Tensor:  # [B, T, H, D]
 
 
 _NUM_TENSORS = len(BlockTensors._fields)
+_FIRST_TABLE = BlockTensors._fields.index("q_positions")  # no gradients from here on
 
 
 class CrossAttentionFunction(torch.autograd.Function):
@@ -155,9 +156,8 @@ def _forward(config: BlockConfig, t: BlockTensors) -> tuple[Tensor, Activations]
 
 def _block_needs(flags: tuple[bool, ...], shares_x: bool) -> Needs:
     """From a flag for each of BlockTensors, whether its gradient is wanted."""
+    _refuse_table_gradients(flags[_FIRST_TABLE:])
     wanted: Any = BlockTensors(*flags)  # type: ignore[arg-type]
-    _refuse_table_gradients((wanted.q_positions, wanted.q_cos, wanted.q_sin))
-    _refuse_table_gradients((wanted.k_positions, wanted.k_cos, wanted.k_sin))
     return Needs(
         q=ProjectionNeeds(
             wanted.x_query, wanted.w_q, wanted.b_q, wanted.q_norm_weight, wanted.q_norm_bias

@@ -132,6 +132,7 @@ def attention_backward(
     need_dq: bool,
     need_dkv: bool,
     need_dbias: bool,
+    deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     q_, k_, v_ = _attention_inputs(q, k, v, key_keep, kv_lengths)
     group = q.shape[2] // k.shape[2]  # query heads that share a key head
@@ -238,15 +239,20 @@ def _projected(
 ) -> Tensor:  # [B, T, H, D]
     wide = composite.compute_dtype(x)
     z = x.to(wide) @ weight.to(wide).t()
-    no_norm = (NORM_NONE, False, 0.0)
     rotary_dim, interleaved, axes, base, full_width = rotation
     return norm_rope(
         *(z, bias, None, None),
         *turning,
         num_heads,
-        *no_norm,
-        *(int(rotary_dim), bool(interleaved), int(axes), base, bool(full_width)),
-        x.dtype,
+        norm_kind=NORM_NONE,
+        norm_inner=False,
+        norm_eps=0.0,
+        rotary_dim=int(rotary_dim),
+        interleaved=bool(interleaved),
+        axes=int(axes),
+        rope_base=base,
+        full_width=bool(full_width),
+        dtype=x.dtype,
     )
 
 

@@ -9,9 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import composite, planner, split
+from . import autograd, composite, planner, split
 from .arguments import Arguments
-from .autograd import CrossAttentionFunction, ProjectHeadsFunction
 from .config import NormSpec, RotationSpec
 from .dropout import draw_seed
 from .kv import ProjectedKV
@@ -216,7 +215,7 @@ def _attend(a: Arguments, prepared: Prepared) -> Any:
         if t.w_q is None:  # the kernels start from finished queries then
             t = t._replace(x_query=_normed_and_rotated(split.query_projection(config, t)))
             config = config._replace(q_norm=NormSpec(), q_rotation=RotationSpec())
-        y, lse = CrossAttentionFunction.apply(config, *t)
+        y, lse = autograd.attend(config, t)
     else:
         if a.path == "auto":
             _warn_of_missing_kernels(problem.device, reason)
@@ -232,7 +231,7 @@ def _project_kv(prepared: Prepared) -> ProjectedKV:
     path, reason = planner.choose(prepared, "auto")
     projection = split.key_projection(config, t)
     if path == "split" and t.w_k is not None:
-        k = ProjectHeadsFunction.apply(*projection)
+        k = autograd.project_heads(projection)
     else:
         _warn_of_missing_kernels(problem.device, reason)
         k = _normed_and_rotated(projection)

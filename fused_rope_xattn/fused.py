@@ -84,9 +84,7 @@ def pays(problem: Problem, t: BlockTensors) -> bool:
     if t.w_k is not None:
         multiplications += p.B * p.Tk * p.Hkv * p.D * (p.Dkv + p.Dv)
     return bool(
-        tiles <= LARGEST_TILES
-        and p.Tk <= LARGEST_KEYS
-        and multiplications <= LARGEST_PROJECTIONS
+        tiles <= LARGEST_TILES and p.Tk <= LARGEST_KEYS and multiplications <= LARGEST_PROJECTIONS
     )
 
 

@@ -47,6 +47,11 @@ _BLOCK_ARGUMENTS = """
     int k_rotary_dim, bool k_interleaved, int k_axes, float k_rope_base, bool k_full_width,
     float scale, bool is_causal, bool tf32"""
 
+_ATTENTION_BACKWARD = f"""
+    Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse,
+    {_ATTENTION_OPTIONS}, bool need_dq, bool need_dkv, bool need_dbias,
+    bool deterministic) -> (Tensor, Tensor, Tensor, Tensor)"""
+
 SCHEMAS = (
     f"norm_rope(Tensor x, {_NORM_ROPE_OPTIONS}, ScalarType dtype) -> Tensor",
     f"norm_rope_backward(Tensor grad, Tensor? x, {_NORM_ROPE_OPTIONS}) -> (Tensor, Tensor, Tensor)",
@@ -54,9 +59,8 @@ SCHEMAS = (
     # The binary's kernels for GPUs older than Hopper, on any GPU: for tests.
     "attention_forward_portable"
     f"(Tensor q, Tensor k, Tensor v, {_ATTENTION_OPTIONS}) -> (Tensor, Tensor)",
-    "attention_backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor o, "
-    f"Tensor lse, {_ATTENTION_OPTIONS}, bool need_dq, bool need_dkv, bool need_dbias)"
-    " -> (Tensor, Tensor, Tensor, Tensor)",
+    f"attention_backward({_ATTENTION_BACKWARD}",
+    f"attention_backward_portable({_ATTENTION_BACKWARD}",  # for tests, too
     f"block_forward({_BLOCK_ARGUMENTS})"
     " -> (Tensor y, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse)",
     "build_info() -> str",  # defined by the binary alone: JSON of what it was built from and for
@@ -159,6 +163,7 @@ def attention_backward(
     need_dq: bool,
     need_dkv: bool,
     need_dbias: bool,
+    deterministic: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """``dq, dk, dv, dbias``; what is not needed is an empty tensor of shape ``[0]``."""
     bias = options.attn_bias
@@ -180,6 +185,7 @@ def attention_backward(
             need_dq,
             need_dkv,
             need_dbias,
+            deterministic,
         )
     )
     return result if dbias is None else (*result[:3], dbias)
@@ -261,7 +267,8 @@ def readable(x: Tensor) -> Tensor:  # [B, T, H, D]
     Looks at strides only, which traced tensors have too; kernels check the data pointer.
     """
     piece = 16 // x.element_size()
-    if x.stride(-1) == 1 and all(stride % piece == 0 for stride in x.stride()[:-1]):
+    batch, token, head, dim = x.stride()
+    if dim == 1 and batch % piece == token % piece == head % piece == 0:
         return x
     return x.contiguous()
 
@@ -369,9 +376,9 @@ def _fake_attention_backward(
     o: Tensor,
     lse: Tensor,
     attn_bias: Tensor | None,
-    *options: object,  # keep_mask .. need_dbias
+    *options: object,  # keep_mask .. deterministic
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    need_dq, need_dkv, need_dbias = options[-3:]
+    need_dq, need_dkv, need_dbias = options[-4:-1]
     dbias = attn_bias if need_dbias else None
     return (
         q.new_empty(q.shape if need_dq else 0),
@@ -395,8 +402,9 @@ def _fake_block_forward(
     batch, queries, _ = x_query.shape
     heads, kv_heads = options[14:16]
     assert isinstance(heads, int | torch.SymInt)
+    assert isinstance(kv_heads, int | torch.SymInt)
     head_dim = w_q.shape[0] // heads
-    kv_shape = 0 if w_k is None else (batch, x_kv.shape[1], kv_heads, head_dim)
+    kv_shape = (0,) if w_k is None else (batch, x_kv.shape[1], kv_heads, head_dim)
     return (
         x_query.new_empty(0 if w_out is None else (batch, queries, w_out.shape[0])),
         x_query.new_empty((batch, queries, heads, head_dim)),

@@ -184,7 +184,12 @@ def _lengths(kv_lengths: Tensor | None, keys: int) -> Tensor | None:
 
 
 def _norm_tensors(norm: Norm | None) -> tuple[Tensor | None, Tensor | None]:
-    return (None, None) if norm is None else (norm.weight, norm.bias)
+    if norm is None:
+        return None, None
+    weight, bias = norm.weight, norm.bias
+    if weight is not None and bias is not None and weight.dtype != bias.dtype:
+        weight, bias = weight.float(), bias.float()  # kernels read both in one dtype
+    return weight, bias
 
 
 def _turning(

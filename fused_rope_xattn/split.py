@@ -175,6 +175,7 @@ def backward(
         need_dq=any(needs.q),
         need_dkv=needs.kv,
         need_dbias=needs.attn_bias,
+        deterministic=config.deterministic,
     )
 
     q_grads = project_backward(query_projection(config, t), dq, needs.q)

@@ -95,16 +95,22 @@ __global__ __launch_bounds__(kThreads) void delta_kernel(
   }
 }
 
-void run_portable_forward(const AttentionForwardParams& p, cudaStream_t stream) {
+// The portable kernels are compiled apart for each dtype; this picks one.
+template <class Params>
+void run_for_dtype(const Params& p, cudaStream_t stream,
+                   void (*bf16)(const Params&, cudaStream_t),
+                   void (*fp16)(const Params&, cudaStream_t),
+                   void (*tf32)(const Params&, cudaStream_t),
+                   void (*fp32)(const Params&, cudaStream_t)) {
   switch (p.dtype) {
     case DType::kBFloat16:
-      return attention_forward_bf16(p, stream);
+      return bf16(p, stream);
     case DType::kFloat16:
-      return attention_forward_fp16(p, stream);
+      return fp16(p, stream);
     case DType::kTF32:
-      return attention_forward_tf32(p, stream);
+      return tf32(p, stream);
     case DType::kFloat32:
-      return attention_forward_fp32(p, stream);
+      return fp32(p, stream);
   }
 }
 
@@ -114,7 +120,8 @@ void run_attention_forward(const AttentionForwardParams& p, cudaStream_t stream)
   if (p.use_sm90) {
     run_attention_forward_sm90(p, stream);
   } else {
-    run_portable_forward(p, stream);
+    run_for_dtype(p, stream, attention_forward_bf16, attention_forward_fp16,
+                  attention_forward_tf32, attention_forward_fp32);
   }
   if (p.num_splits > 1) {
     launch(combine_splits_kernel, "combine_splits", row_blocks(p.sizes), kThreads, 0, stream, p);
@@ -122,17 +129,19 @@ void run_attention_forward(const AttentionForwardParams& p, cudaStream_t stream)
 }
 
 void run_attention_backward(const AttentionBackwardParams& p, cudaStream_t stream) {
-  launch(delta_kernel, "attention_delta", row_blocks(p.sizes), kThreads, 0, stream, p);
-  switch (p.dtype) {
-    case DType::kBFloat16:
-      return attention_backward_bf16(p, stream);
-    case DType::kFloat16:
-      return attention_backward_fp16(p, stream);
-    case DType::kTF32:
-      return attention_backward_tf32(p, stream);
-    case DType::kFloat32:
-      return attention_backward_fp32(p, stream);
+  if (p.weight_scale != nullptr) {
+    run_for_dtype(p, stream, attention_row_sums_bf16, attention_row_sums_fp16,
+                  attention_row_sums_tf32, attention_row_sums_fp32);
+  } else {
+    launch(delta_kernel, "attention_delta", row_blocks(p.sizes), kThreads, 0, stream, p);
   }
+  AttentionBackwardParams portable = p;
+  if (p.use_sm90) {
+    run_attention_backward_sm90(p, stream);
+    portable.dq.data = portable.dk.data = portable.dv.data = nullptr;  // dbias is left
+  }
+  run_for_dtype(portable, stream, attention_backward_bf16, attention_backward_fp16,
+                attention_backward_tf32, attention_backward_fp32);
 }
 
 }  // namespace frx

@@ -3,7 +3,8 @@
 //
 //   p  = exp(score - lse)                   dv = dropped(p)^T dout
 //   ds = p * (dropped(dout v^T) - delta)    dk = scale ds^T q    dq = scale ds k    dbias = ds
-//   delta = rowsum(dout * o) - dlse         (dlse: gradient of the returned log-sum-exp)
+//   delta = sum over the keys of p * dropped(dout v^T) - dlse, which is rowsum(dout * o) - dlse
+//   (dlse: gradient of the returned log-sum-exp)
 //
 // One kernel serves dq and dk/dv: a block keeps 16 rows a warp of one side (queries, or keys) and
 // streams tiles of the other, so that weights and score gradients go from accumulators straight into
@@ -35,6 +36,14 @@ struct BackwardShape {
   static constexpr int kScoreTiles = kColumns / 8;
 };
 
+// What the forward left of each query of a tile.
+template <int kQueries>
+struct RowStatistics {
+  float lse[kQueries];           // in score units
+  float delta[kQueries];
+  float weight_scale[kQueries];
+};
+
 template <class Op, int kD, bool kKeySide>
 struct BackwardSideShape : BackwardShape<Op, kD> {
   using Base = BackwardShape<Op, kD>;
@@ -53,49 +62,62 @@ struct BackwardSideShape : BackwardShape<Op, kD> {
     alignas(16) Element stay_2[Base::kRows * kD];  // dout, or v
     alignas(16) Element stream_1[Base::kStages][Base::kColumns * kD];  // k, or q
     alignas(16) Element stream_2[Base::kStages][Base::kColumns * kD];  // v, or dout
-    float lse[kStatStages][kQueries];
-    float delta[kStatStages][kQueries];
+    RowStatistics<kQueries> rows[kStatStages];
   };
 };
 
-// lse in score units and delta of a query tile. +inf where the row has no key or does not exist:
-// its weights become exp2(-inf) = 0.
-template <class Element, int kQueries, int kThreads>
-__device__ __forceinline__ void load_row_statistics(float* lse, float* delta,
+// lse is +inf where the row has no key or does not exist: its weights become exp(-inf) = 0.
+template <class Element, int kThreads, int kQueries>
+__device__ __forceinline__ void load_row_statistics(RowStatistics<kQueries>& rows,
                                                     const AttentionBackwardParams& p,
                                                     int64_t batch_head, int first_query) {
   for (int i = threadIdx.x; i < kQueries; i += kThreads) {
     const int query = first_query + i;
     const int64_t row = batch_head * p.sizes.num_queries + query;
     const bool exists = query < p.sizes.num_queries;
-    const float row_lse = exists ? p.lse[row] : negative_infinity();
-    lse[i] = row_lse == negative_infinity() ? -negative_infinity() : row_lse * kScoreUnit<Element>;
-    delta[i] = exists ? p.delta[row] : 0.f;
+    const float lse = exists ? p.lse[row] : negative_infinity();
+    rows.lse[i] = lse == negative_infinity() ? -negative_infinity() : lse * kScoreUnit<Element>;
+    rows.delta[i] = exists ? p.delta[row] : 0.f;
+    rows.weight_scale[i] = exists && p.weight_scale != nullptr ? p.weight_scale[row] : 1.f;
   }
 }
 
-// In: p = q.k, ds = dout.v. Out: p = weights after dropout, ds = gradient of the scores.
-// Rows are queries, or keys when kTransposed.
-template <class Element, bool kTransposed, int kNT>
-__device__ __forceinline__ void weights_and_gradients(float (&p)[kNT][4], float (&ds)[kNT][4],
-                                                      const HeadScores& scores,
-                                                      const float* lse, const float* delta,
-                                                      int row, int column, int first_query,
-                                                      bool plain) {
+// The query, counted from the tile's first, of element (n, i) of the accumulators.
+template <bool kTransposed>
+__device__ __forceinline__ int local_query(int n, int i, int row, int column, int first_query) {
+  return (kTransposed ? column + 8 * n + i % 2 : row + 8 * (i / 2)) - first_query;
+}
+
+// In: p = q.k. Out: p = weights. Rows are queries, or keys when kTransposed.
+template <class Element, bool kTransposed, int kNT, int kQueries>
+__device__ __forceinline__ void weights_of_products(float (&p)[kNT][4], const HeadScores& scores,
+                                                    const RowStatistics<kQueries>& rows, int row,
+                                                    int column, int first_query, bool plain) {
   apply_modifiers<kTransposed>(p, scores, row, column, plain);
-  auto query_of = [&](int n, int i) {
-    return (kTransposed ? column + 8 * n + i % 2 : row + 8 * (i / 2)) - first_query;
-  };
 #pragma unroll
   for (int n = 0; n < kNT; ++n) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) p[n][i] = weight_of<Element>(p[n][i] - lse[query_of(n, i)]);
+    for (int i = 0; i < 4; ++i) {
+      const int query = local_query<kTransposed>(n, i, row, column, first_query);
+      p[n][i] = weight_of<Element>(p[n][i] - rows.lse[query]) * rows.weight_scale[query];
+    }
   }
+}
+
+// In: p = weights, ds = dout.v. Out: p = weights after dropout, ds = gradient of the scores.
+template <bool kTransposed, int kNT, int kQueries>
+__device__ __forceinline__ void gradients_of_scores(float (&p)[kNT][4], float (&ds)[kNT][4],
+                                                    const HeadScores& scores,
+                                                    const RowStatistics<kQueries>& rows, int row,
+                                                    int column, int first_query) {
+  auto delta = [&](int n, int i) {
+    return rows.delta[local_query<kTransposed>(n, i, row, column, first_query)];
+  };
   if (!scores.has_dropout) {
 #pragma unroll
     for (int n = 0; n < kNT; ++n) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) ds[n][i] = p[n][i] * (ds[n][i] - delta[query_of(n, i)]);
+      for (int i = 0; i < 4; ++i) ds[n][i] = p[n][i] * (ds[n][i] - delta(n, i));
     }
     return;
   }
@@ -104,7 +126,7 @@ __device__ __forceinline__ void weights_and_gradients(float (&p)[kNT][4], float 
     draw_dropout<kTransposed>(scores, n, row, column, [&](int tile, int i, bool keep) {
       const float weight = p[tile][i];
       const float dweight = keep ? ds[tile][i] * scores.keep_scale : 0.f;
-      ds[tile][i] = weight * (dweight - delta[query_of(tile, i)]);
+      ds[tile][i] = weight * (dweight - delta(tile, i));
       p[tile][i] = keep ? weight * scores.keep_scale : 0.f;
     });
   }
@@ -201,8 +223,7 @@ attention_backward_kernel(const __grid_constant__ AttentionBackwardParams p) {
       if constexpr (kKeySide) {
         load_pair<kColumns, kThreads>(tile_1, tile_2, p.q, p.dout, b, h, first, sizes.head_dim,
                                       query_exists);
-        load_row_statistics<Element, kColumns, kThreads>(shared.lse[stage], shared.delta[stage], p,
-                                                scores.batch_head, first);
+        load_row_statistics<Element, kThreads>(shared.rows[stage], p, scores.batch_head, first);
       } else {
         load_pair<kColumns, kThreads>(tile_1, tile_2, p.k, p.v, b, kv_head, first, sizes.head_dim,
                                       key_exists);
@@ -217,8 +238,7 @@ attention_backward_kernel(const __grid_constant__ AttentionBackwardParams p) {
     } else {
       load_pair<kRows, kThreads>(stay_1, stay_2, p.q, p.dout, b, h, first_row, sizes.head_dim,
                                  query_exists);
-      load_row_statistics<Element, kRows, kThreads>(shared.lse[0], shared.delta[0], p,
-                                           scores.batch_head, first_row);
+      load_row_statistics<Element, kThreads>(shared.rows[0], p, scores.batch_head, first_row);
     }
     load_stream(tiles.begin);
 
@@ -242,11 +262,13 @@ attention_backward_kernel(const __grid_constant__ AttentionBackwardParams p) {
       float weights[1][kScoreTiles][4] = {}, ds[1][kScoreTiles][4] = {};
       multiply_rows<Op, 1, kScoreTiles, kD>(weights, stay_1, warp_row, stream_1, lane);
       multiply_rows<Op, 1, kScoreTiles, kD>(ds, stay_2, warp_row, stream_2, lane);
-      weights_and_gradients<Element, kKeySide>(
-          weights[0], ds[0], scores, shared.lse[stat_stage], shared.delta[stat_stage],
-          first_row + warp_row + lane / 4, first_column + 2 * (lane % 4), first_query,
+      const int row = first_row + warp_row + lane / 4, column = first_column + 2 * (lane % 4);
+      weights_of_products<Element, kKeySide>(
+          weights[0], scores, shared.rows[stat_stage], row, column, first_query,
           is_plain_tile(scores, first_query, Shape::kQueries, first_key,
                         kKeySide ? kRows : kColumns));
+      gradients_of_scores<kKeySide>(weights[0], ds[0], scores, shared.rows[stat_stage], row, column,
+                                    first_query);
       multiply_accumulators<Op, 1, kScoreTiles, Shape::kOutTiles>(out_1, ds, stream_1, out_column,
                                                                   lane);
       if constexpr (kKeySide) {
@@ -268,7 +290,7 @@ attention_backward_kernel(const __grid_constant__ AttentionBackwardParams p) {
 }
 
 template <class Op, int kD>
-struct BiasShape : BackwardShape<Op, kD> {
+struct SingleStageShape : BackwardShape<Op, kD> {
   using Base = BackwardShape<Op, kD>;
   using Element = typename Op::Element;
   static constexpr int kThreads = 32 * Base::kRowWarps;
@@ -277,8 +299,7 @@ struct BiasShape : BackwardShape<Op, kD> {
     alignas(16) Element dout[Base::kRows * kD];
     alignas(16) Element k[Base::kColumns * kD];
     alignas(16) Element v[Base::kColumns * kD];
-    float lse[Base::kRows];
-    float delta[Base::kRows];
+    RowStatistics<Base::kRows> rows;
   };
   static_assert(sizeof(SharedStorage) >= sizeof(float) * Base::kRows * Base::kColumns,
                 "the sum over a tile reuses the tiles' memory");
@@ -288,9 +309,9 @@ struct BiasShape : BackwardShape<Op, kD> {
 // were broadcast to and sums ds in registers. Axes of size 1 have stride 0; the key axis is whole
 // (ops.py knows the gradient of a bias without one).
 template <class Op, int kD>
-__global__ __launch_bounds__(BiasShape<Op, kD>::kThreads, 1) void attention_bias_gradient_kernel(
+__global__ __launch_bounds__(SingleStageShape<Op, kD>::kThreads, 1) void attention_bias_gradient_kernel(
     const __grid_constant__ AttentionBackwardParams p) {
-  using Shape = BiasShape<Op, kD>;
+  using Shape = SingleStageShape<Op, kD>;
   using Element = typename Op::Element;
   using Tile = typename Shape::Tile;
   constexpr int kRows = Shape::kRows, kColumns = Shape::kColumns, kThreads = Shape::kThreads;
@@ -327,8 +348,7 @@ __global__ __launch_bounds__(BiasShape<Op, kD>::kThreads, 1) void attention_bias
         load_pair<kRows, kThreads>(q_tile, dout_tile, p.q, p.dout, b, h, first_query,
                                    sizes.head_dim,
                                    [&](int query) { return query < sizes.num_queries; });
-        load_row_statistics<Element, kRows, kThreads>(shared.lse, shared.delta, p, scores.batch_head,
-                                             first_query);
+        load_row_statistics<Element, kThreads>(shared.rows, p, scores.batch_head, first_query);
         load_pair<kColumns, kThreads>(k_tile, v_tile, p.k, p.v, b, h / group, first_key,
                                       sizes.head_dim,
                                       [&](int key) { return scores.key_exists(key); });
@@ -340,9 +360,11 @@ __global__ __launch_bounds__(BiasShape<Op, kD>::kThreads, 1) void attention_bias
         float weights[1][Shape::kScoreTiles][4] = {}, ds[1][Shape::kScoreTiles][4] = {};
         multiply_rows<Op, 1, Shape::kScoreTiles, kD>(weights, q_tile, warp_row, k_tile, lane);
         multiply_rows<Op, 1, Shape::kScoreTiles, kD>(ds, dout_tile, warp_row, v_tile, lane);
-        weights_and_gradients<Element, false>(weights[0], ds[0], scores, shared.lse, shared.delta,
-                                              first_query + warp_row + lane / 4,
-                                              first_key + 2 * (lane % 4), first_query, false);
+        const int row = first_query + warp_row + lane / 4, column = first_key + 2 * (lane % 4);
+        weights_of_products<Element, false>(weights[0], scores, shared.rows, row, column,
+                                            first_query, false);
+        gradients_of_scores<false>(weights[0], ds[0], scores, shared.rows, row, column,
+                                   first_query);
 #pragma unroll
         for (int n = 0; n < Shape::kScoreTiles; ++n) {
 #pragma unroll
@@ -392,7 +414,7 @@ void launch_backward_side(const AttentionBackwardParams& p, cudaStream_t stream)
 
 template <class Op, int kD>
 void launch_bias_gradient(const AttentionBackwardParams& p, cudaStream_t stream) {
-  using Shape = BiasShape<Op, kD>;
+  using Shape = SingleStageShape<Op, kD>;
   const AttentionSizes& sizes = p.sizes;
   const int64_t q_tiles = (sizes.num_queries + Shape::kRows - 1) / Shape::kRows;
   const int64_t k_tiles = (sizes.num_keys + Shape::kColumns - 1) / Shape::kColumns;

@@ -34,14 +34,21 @@ struct KeySideConfig {
   static_assert(!kDq || (kDk && kDv && kTileQ == 64));
 };
 
+// Score gradients on their way to dq: [tile's parity][consumer's keys][query][key].
+template <int kTileQ, bool kDq>
+struct GradientStorage {
+  alignas(1024) SlabRow ds[2][kConsumers][kTileQ];
+};
+
+template <int kTileQ>
+struct GradientStorage<kTileQ, false> {};
+
 template <class Config>
-struct KeySideStorage {
+struct KeySideStorage : GradientStorage<Config::kTileQ, Config::kDq> {
   // Weights need k alone; their gradients need v too.
   alignas(1024) SlabRow kv[Config::kDk ? 2 : 1][Config::kSlabs][kTileRows];
   alignas(1024) SlabRow q[Config::kStagesQ][Config::kSlabs][Config::kTileQ];
   alignas(1024) SlabRow dout[Config::kStagesDout][Config::kSlabs][Config::kTileQ];
-  // Score gradients, [tile's parity][consumer's keys][query][key]
-  alignas(1024) SlabRow ds[Config::kDq ? 2 : 1][kConsumers][Config::kDq ? Config::kTileQ : 8];
   alignas(16) float lse_log2[Config::kStagesQ][Config::kTileQ];
   alignas(16) float delta[Config::kStagesQ][Config::kTileQ];
   uint64_t kv_full;
@@ -417,6 +424,7 @@ void launch_backward_keys(const AttentionBackwardParams& p, cudaStream_t stream)
                                 kSlabDims, kTileRows);
   params.v_map = make_heads_map(p.v, p.dtype, s.batch, s.num_keys, s.num_kv_heads, s.head_dim,
                                 kSlabDims, kTileRows);
+  static_assert(sizeof(KeySideStorage<Config>) <= kMaxSmemBytes);
   const int64_t blocks = ceil_div(s.num_keys, kTileRows) * s.num_kv_heads * s.batch;
   launch(attention_backward_keys_sm90_kernel<Config, Element, kGeneral>,
          "attention_backward_keys_sm90", blocks, kBackwardThreads, sizeof(KeySideStorage<Config>),

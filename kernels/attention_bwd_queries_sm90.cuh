@@ -288,6 +288,7 @@ void launch_backward_queries(const AttentionBackwardParams& p, cudaStream_t stre
                                 kSlabDims, Config::kTileK);
   params.v_map = make_heads_map(p.v, p.dtype, s.batch, s.num_keys, s.num_kv_heads, s.head_dim,
                                 kSlabDims, Config::kTileK);
+  static_assert(sizeof(QuerySideStorage<Config>) <= kMaxSmemBytes);
   const int64_t blocks = ceil_div(s.num_queries, kTileRows) * s.num_heads * s.batch * p.num_splits;
   launch(attention_backward_queries_sm90_kernel<Config, Element, kGeneral>,
          "attention_backward_queries_sm90", blocks, kBackwardThreads,

@@ -32,6 +32,7 @@ constexpr int kConsumerWarps = 4 * kConsumers;
 constexpr int kBackwardThreads = kWarpgroup * (1 + kConsumers);
 constexpr int kProducerRegisters = 24;
 constexpr int kConsumerRegisters = 240;
+constexpr int kMaxSmemBytes = 227 * 1024;  // a block's
 
 enum NamedBarrier : int {
   // 0 is __syncthreads

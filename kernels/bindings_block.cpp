@@ -81,8 +81,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> block_forward(
   Tensor lse = empty(x_query, {batch, num_heads, queries}, ScalarType::Float);
   const Tensor& all_keys = is_projected ? x_kv : k;
   p.attention.sizes = sizes_of(q, all_keys);
-  p.attention.scores =
-      modifiers(attn_bias, keep_mask, key_keep, kv_lengths, OptionalTensor(), scale, is_causal, 0.0);
+  p.attention.scores = modifiers(attn_bias, keep_mask, key_keep, kv_lengths, OptionalTensor(),
+                                 scale, is_causal, 0.0);
   p.attention.dtype = dtype_of(type, tf32);
   p.attention.q = heads_view(q);
   p.attention.k = heads_view(all_keys);

@@ -6,6 +6,7 @@
 #include <string>
 #include <tuple>
 
+#include "attention_sm90.h"
 #include "device.h"
 #include "entry.h"
 #include "plan.h"
@@ -54,11 +55,12 @@ std::tuple<Tensor, Tensor> attention_forward(
   return {o, lse};
 }
 
+template <bool kPortable>
 std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
     Tensor dout_any, OptionalTensor dlse, Tensor q_any, Tensor k_any, Tensor v_any, Tensor o_any,
     Tensor lse, OptionalTensor attn_bias, OptionalTensor keep_mask, OptionalTensor key_keep,
     OptionalTensor kv_lengths, OptionalTensor seed, double scale, bool is_causal, double dropout_p,
-    bool tf32, bool need_dq, bool need_dkv, bool need_dbias) {
+    bool tf32, bool need_dq, bool need_dkv, bool need_dbias, bool deterministic) {
   const DeviceGuard guard(q_any.get_device_index());
   const Tensor q = aligned(q_any), k = aligned(k_any), v = aligned(v_any);
   const Tensor o = aligned(o_any), dout = aligned(dout_any);
@@ -89,12 +91,31 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
   p.dlse = data_as<float>(dlse);
   Tensor delta = empty(q, {batch, heads, queries}, ScalarType::Float);
   p.delta = static_cast<float*>(delta.data_ptr());
+  OptionalTensor weight_scale;
+  if (keys <= kMaxRowSumKeys) {
+    weight_scale = empty(q, {batch, heads, queries}, ScalarType::Float);
+    p.weight_scale = data_as<float>(weight_scale);
+  }
   if (need_dq && dq.numel() > 0) p.dq = heads_view(dq);
   if (need_dkv && dk.numel() > 0) {
     p.dk = heads_view(dk);
     p.dv = heads_view(dv);
   }
   if (need_dbias && dbias.numel() > 0) p.dbias = scores_view(dbias);
+  p.deterministic = deterministic;
+
+  const Gpu gpu = current_gpu();
+  OptionalTensor dq_parts;
+  if (!kPortable && gpu.capability == 90 && attention_backward_sm90_supports(p)) {
+    const Sm90BackwardPlan plan = plan_attention_backward_sm90(p, gpu.num_sms);
+    p.use_sm90 = true;
+    p.dq_with_dkv = plan.dq_with_dkv;
+    p.num_splits = plan.num_splits;
+    if (plan.dq_parts_floats > 0) {
+      dq_parts = empty(q, {plan.dq_parts_floats}, ScalarType::Float);
+      p.dq_parts = data_as<float>(dq_parts);
+    }
+  }
   run_attention_backward(p, current_stream(q.get_device_index()));
   return {dq, dk, dv, dbias};
 }
@@ -184,7 +205,8 @@ std::tuple<Tensor, Tensor, Tensor> norm_rope_backward(
 STABLE_TORCH_LIBRARY_IMPL(fused_rope_xattn, CUDA, m) {
   m.impl("attention_forward", TORCH_BOX(&frx::attention_forward<false>));
   m.impl("attention_forward_portable", TORCH_BOX(&frx::attention_forward<true>));
-  m.impl("attention_backward", TORCH_BOX(&frx::attention_backward));
+  m.impl("attention_backward", TORCH_BOX(&frx::attention_backward<false>));
+  m.impl("attention_backward_portable", TORCH_BOX(&frx::attention_backward<true>));
   m.impl("norm_rope", TORCH_BOX(&frx::norm_rope));
   m.impl("norm_rope_backward", TORCH_BOX(&frx::norm_rope_backward));
 }

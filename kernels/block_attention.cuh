@@ -1,8 +1,9 @@
 // Attention of one tile of 16 queries of one head, by a whole block.
 //
 // A small problem has few query tiles, so it is the keys that are spread over the warps: each walks
-// over its own chunks of 16 keys at its own pace, with an online softmax of its own, and the results
-// of all warps are merged in shared memory.
+// over its own chunks of 16 keys at its own pace, with an online softmax of its own, and the
+// results of all warps are merged in shared memory. K and V of a chunk have one buffer each: V
+// arrives while scores are computed, the next K while the weights multiply V.
 #pragma once
 
 #include "attention_forward.cuh"  // defines: OnlineSoftmax
@@ -15,10 +16,14 @@ struct BlockAttentionShape {
   using Element = typename Op::Element;
   using Tile = SmemTile<Element, kD>;
   static constexpr int kQueries = kBlockTileQueries;
-  static constexpr int kKeys = 16;  // a chunk
-  static constexpr int kChunkBytes = 2 * kKeys * kD * sizeof(Element);
-  static constexpr int kKeyWarps = 8 * kChunkBytes <= 64 * 1024 ? 8 : 4;  // the others wait
-  static constexpr int kOutTiles = kD / 8;
+  static constexpr int kKeys = 16;                                      // a chunk
+  static constexpr int kChunkBytes = 2 * kKeys * kD * sizeof(Element);  // of K and V
+  // fp32 outputs of 128 columns leave a thread too few registers, and their chunks too little
+  // shared memory: two warps then share a chunk and its columns, each computing the scores for
+  // itself.
+  static constexpr int kColumnWarps = kChunkBytes > 8 * 1024 ? 2 : 1;
+  static constexpr int kKeyWarps = kBlockThreads / 32 / kColumnWarps;
+  static constexpr int kOutTiles = kD / kColumnWarps / 8;
 
   struct Chunk {
     Element k[kKeys * kD];
@@ -40,41 +45,51 @@ struct BlockAttentionShape {
   using Softmax = OnlineSoftmax<Element, 1, kKeys / 8, kOutTiles>;
 };
 
+// Barrier of the warps that share a chunk.
+template <class Shape>
+__device__ __forceinline__ void sync_chunk(int key_warp) {
+  if constexpr (Shape::kColumnWarps == 1) {
+    __syncwarp();
+  } else {
+    // Barrier 0 is that of the whole block.
+    asm volatile("bar.sync %0, %1;" ::"r"(1 + key_warp), "n"(32 * Shape::kColumnWarps) : "memory");
+  }
+}
+
 // One warp's chunks of keys: weights and weighted values, relative to its own maximum.
 template <class Op, int kD>
 __device__ __forceinline__ void attend_keys(
     const AttentionForwardParams& p, const HeadScores& scores,
-    typename BlockAttentionShape<Op, kD>::SharedStorage& shared, int64_t b, int h,
-    int first_query, float (&o)[1][kD / 8][4],
+    typename BlockAttentionShape<Op, kD>::SharedStorage& shared, int64_t b, int h, int first_query,
+    float (&o)[1][BlockAttentionShape<Op, kD>::kOutTiles][4],
     typename BlockAttentionShape<Op, kD>::Softmax& softmax) {
   using Shape = BlockAttentionShape<Op, kD>;
   using Element = typename Op::Element;
   using Tile = typename Shape::Tile;
   constexpr int kKeys = Shape::kKeys;
-  const int warp = threadIdx.x / 32;
-  const bool has_chunks = warp < Shape::kKeyWarps;
+  const int thread = opaque(threadIdx.x), warp = thread / 32;
+  const int key_warp = warp % Shape::kKeyWarps, column_warp = warp / Shape::kKeyWarps;
   const Tile q_tile{shared.q};
-  const Tile k_tile{shared.chunks[has_chunks ? warp : 0].k};
-  const Tile v_tile{shared.chunks[has_chunks ? warp : 0].v};
+  const Tile k_tile{shared.chunks[key_warp].k}, v_tile{shared.chunks[key_warp].v};
 
   const int num_queries = p.sizes.num_queries;
   const int kv_head = h / (p.sizes.num_heads / p.sizes.num_kv_heads);
-  const int end = has_chunks ? key_tiles_of_queries(first_query, Shape::kQueries, kKeys, num_queries,
-                                                    scores.key_count, scores.is_causal)
-                                   .end
-                             : 0;
-  const int plain_end = scores.is_plain() && first_query + Shape::kQueries <= num_queries
-                            ? unmasked_key_tiles(first_query, kKeys, num_queries, scores.key_count,
-                                                 scores.is_causal)
-                            : 0;
+  const int end = key_tiles_of_queries(first_query, Shape::kQueries, kKeys, num_queries,
+                                       scores.key_count, scores.is_causal)
+                      .end;
+  const int plain_end =
+      scores.is_plain() && first_query + Shape::kQueries <= num_queries
+          ? unmasked_key_tiles(first_query, kKeys, num_queries, scores.key_count, scores.is_causal)
+          : 0;
   const Element* k = static_cast<const Element*>(p.k.data) + offset_in(p.k, b, 0, kv_head);
   const Element* v = static_cast<const Element*>(p.v.data) + offset_in(p.v, b, 0, kv_head);
   auto load = [&](Tile tile, const Element* source, int64_t row_stride, int chunk) {
     const int first_key = chunk * kKeys;
     if (chunk < end) {
-      load_tile<kKeys, 32>(
+      load_tile<kKeys, 32 * Shape::kColumnWarps>(
           tile, source + first_key * row_stride, row_stride, p.sizes.head_dim,
-          [&](int row) { return scores.key_exists(first_key + row); }, threadIdx.x % 32);
+          [&](int row) { return scores.key_exists(first_key + row); },
+          32 * column_warp + thread % 32);
     }
     commit_copies();  // also an empty group, so that their count is known
   };
@@ -82,28 +97,29 @@ __device__ __forceinline__ void attend_keys(
   const Element* q = static_cast<const Element*>(p.q.data) + offset_in(p.q, b, first_query, h);
   load_tile<Shape::kQueries, kBlockThreads>(
       q_tile, q, p.q.token_stride, p.sizes.head_dim,
-      [&](int row) { return first_query + row < num_queries; });
-  load(k_tile, k, p.k.token_stride, warp);  // in one group with the queries
-  load(v_tile, v, p.v.token_stride, warp);
+      [&](int row) { return first_query + row < num_queries; }, thread);
+  load(k_tile, k, p.k.token_stride, key_warp);  // in one group with the queries
+  load(v_tile, v, p.v.token_stride, key_warp);
   wait_copies<1>();
-  __syncthreads();  // queries are here, brought by all warps
+  __syncthreads();  // queries are here, brought by all warps, and the first K
 
-  for (int chunk = warp; chunk < end; chunk += Shape::kKeyWarps) {
-    const int lane = opaque(threadIdx.x % 32);
+  for (int chunk = key_warp; chunk < end; chunk += Shape::kKeyWarps) {
+    const int lane = opaque(thread % 32);
     const int row = first_query + lane / 4, column = chunk * kKeys + 2 * (lane % 4);
     float s[1][kKeys / 8][4] = {};
     multiply_rows<Op, 1, kKeys / 8, kD>(s, q_tile, 0, k_tile, lane);
-    __syncwarp();  // every lane is done with K
+    sync_chunk<Shape>(key_warp);  // K has been read
     load(k_tile, k, p.k.token_stride, chunk + Shape::kKeyWarps);
     apply_modifiers<false>(s[0], scores, row, column, chunk < plain_end);
     softmax.update(s, o);
     wait_copies<1>();
-    __syncwarp();  // V is here
-    multiply_accumulators<Op, 1, kKeys / 8, Shape::kOutTiles>(o, s, v_tile, 0, lane);
-    __syncwarp();  // every lane is done with V
+    sync_chunk<Shape>(key_warp);  // V is here
+    multiply_accumulators<Op, 1, kKeys / 8, Shape::kOutTiles>(
+        o, s, v_tile, 8 * Shape::kOutTiles * column_warp, lane);
+    sync_chunk<Shape>(key_warp);  // V has been read
     load(v_tile, v, p.v.token_stride, chunk + Shape::kKeyWarps);
     wait_copies<1>();
-    __syncwarp();  // the next K is here
+    sync_chunk<Shape>(key_warp);  // the next K is here
   }
   softmax.finish();
 }
@@ -163,19 +179,18 @@ __device__ __forceinline__ void attend_tile(const AttentionForwardParams& p, int
   __syncthreads();  // every warp is done with its chunks, which the parts replace
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  if (warp < Shape::kKeyWarps) {
-    auto& part = shared.parts[warp];
+  const int first_column = warp / Shape::kKeyWarps * 8 * Shape::kOutTiles + 2 * (lane % 4);
+  auto& part = shared.parts[warp % Shape::kKeyWarps];
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int row = 8 * half + lane / 4;
-      if (lane % 4 == 0) {
-        part.row_max[row] = softmax.row_max[0][half];
-        part.row_sum[row] = softmax.row_sum[0][half];
-      }
+  for (int half = 0; half < 2; ++half) {
+    const int row = 8 * half + lane / 4;
+    if (first_column == 0) {
+      part.row_max[row] = softmax.row_max[0][half];
+      part.row_sum[row] = softmax.row_sum[0][half];
+    }
 #pragma unroll
-      for (int n = 0; n < Shape::kOutTiles; ++n) {
-        store2(&part.o[row][8 * n + 2 * (lane % 4)], o[0][n][2 * half], o[0][n][2 * half + 1]);
-      }
+    for (int n = 0; n < Shape::kOutTiles; ++n) {
+      store2(&part.o[row][first_column + 8 * n], o[0][n][2 * half], o[0][n][2 * half + 1]);
     }
   }
   __syncthreads();  // all parts are written

@@ -91,11 +91,11 @@ struct WeightGradients {
     const bool in_smem = worker.g.accumulates_in_smem;
     dweight_memory = in_smem && p.dnorm_weight ? smem : partial(p.dnorm_weight, width);
     dbias_memory = in_smem && p.dnorm_bias ? smem + width : partial(p.dnorm_bias, width);
+    // The barriers of the token's block-wide sums stand between these zeros and the first addition.
     for (int i = threadIdx.x; i < width; i += blockDim.x) {
       if (dweight_memory) dweight_memory[i] = 0.f;
       if (dbias_memory) dbias_memory[i] = 0.f;
     }
-    __syncthreads();  // zeros are written
   }
 
   // This block's row of the partial sums [num_partials, width].

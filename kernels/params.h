@@ -81,7 +81,8 @@ struct AttentionBackwardParams {
   HeadsView o, dout;      // [B, Tq, H, D]
   const float* lse;       // [B, H, Tq]
   const float* dlse;      // [B, H, Tq] or null
-  float* delta;           // [B, H, Tq] workspace: rowsum(dout * o) - dlse
+  float* delta;           // [B, H, Tq] workspace: sum over the keys of weight * dweight, less dlse
+  float* weight_scale;    // [B, H, Tq] workspace: makes recomputed weights sum to 1; null: not used
   HeadsView dq;           // [B, Tq, H, D]; data == nullptr: not wanted
   HeadsView dk, dv;       // [B, Tk, Hkv, D]; data == nullptr: not wanted
   ScoresView dbias;       // the bias's own sizes, contiguous; data == nullptr: not wanted

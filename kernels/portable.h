@@ -12,6 +12,11 @@ void attention_forward_fp16(const AttentionForwardParams& p, cudaStream_t stream
 void attention_forward_tf32(const AttentionForwardParams& p, cudaStream_t stream);
 void attention_forward_fp32(const AttentionForwardParams& p, cudaStream_t stream);
 
+void attention_row_sums_bf16(const AttentionBackwardParams& p, cudaStream_t stream);
+void attention_row_sums_fp16(const AttentionBackwardParams& p, cudaStream_t stream);
+void attention_row_sums_tf32(const AttentionBackwardParams& p, cudaStream_t stream);
+void attention_row_sums_fp32(const AttentionBackwardParams& p, cudaStream_t stream);
+
 void attention_backward_bf16(const AttentionBackwardParams& p, cudaStream_t stream);
 void attention_backward_fp16(const AttentionBackwardParams& p, cudaStream_t stream);
 void attention_backward_tf32(const AttentionBackwardParams& p, cudaStream_t stream);

@@ -7,7 +7,8 @@
 namespace frx {
 
 // In fp64, which holds every position that the kernels take.
-FRX_HOST_DEVICE double position_of(const RotationParams& r, int64_t batch, int64_t token, int axis) {
+FRX_HOST_DEVICE double position_of(const RotationParams& r, int64_t batch, int64_t token,
+                                   int axis) {
   const int64_t index = batch * r.position_batch_stride + token * r.axes + axis;
   switch (r.position_type) {
     case PositionType::kInt32:

@@ -1,9 +1,9 @@
 // One tile of a projection, out = rotate(x @ weight^T + bias), by a whole block.
 //
 // Eight warps: two along the rows, kN / 32 along the columns, the rest shares the depth, so that a
-// small tile keeps all of them busy. Copies run several stages ahead of the products. While the first
-// ones are under way each thread computes the angles of its pairs; in the end the shares of the depth
-// meet in shared memory, in fp32, where a thread finds both members of a pair.
+// small tile keeps all of them busy. Copies run several stages ahead of the products. While the
+// first ones are under way each thread computes the angles of its pairs; in the end the shares of
+// the depth meet in shared memory, in fp32, where a thread finds both members of a pair.
 #pragma once
 
 #include "block_params.h"
@@ -24,7 +24,7 @@ struct ProjectionShape {
   static constexpr int kM = 32 * kMT;
   static constexpr int kColumnWarps = kN / 32;
   static constexpr int kDepthWarps = kBlockThreads / 32 / 2 / kColumnWarps;
-  static constexpr int kDepth = 128 / sizeof(Element);  // a stage: 128 bytes of every row
+  static constexpr int kDepth = 128 / sizeof(Element);          // a stage: 128 bytes of every row
   static constexpr int kSteps = kDepth / Op::kK / kDepthWarps;  // of a warp, a stage
   using Tile = SmemTile<Element, kDepth>;
 
@@ -148,8 +148,8 @@ __device__ __forceinline__ void finish_tile(const ProjectionParams& p, const flo
       value.second += second_sums[at];
     }
     if (columns.pair >= 0) {
-      const CosSin second = p.rotation.full_width ? table_entry(p, columns, row, columns.second)
-                                                  : angles[i];
+      const CosSin second =
+          p.rotation.full_width ? table_entry(p, columns, row, columns.second) : angles[i];
       value = rotate(value, angles[i], second);
     }
     Element* out = static_cast<Element*>(p.out) + static_cast<int64_t>(row) * p.columns;
@@ -168,6 +168,8 @@ __device__ __forceinline__ void project_tile(const ProjectionParams& p, int firs
   using Shape = ProjectionShape<Op, kN, kMT>;
   using Element = typename Op::Element;
   using Tile = typename Shape::Tile;
+  // Opaque, so that nothing derived from it is kept in registers beyond this tile.
+  const int thread = opaque(threadIdx.x);
   Element* stages = reinterpret_cast<Element*>(smem);
   const Element* x = static_cast<const Element*>(p.x) + static_cast<int64_t>(first_row) * p.depth;
   const Element* weight =
@@ -178,23 +180,25 @@ __device__ __forceinline__ void project_tile(const ProjectionParams& p, int firs
   auto load = [&](int i) {
     if (i < num_stages) {
       const int start = i * Shape::kDepth;
-      load_tile<Shape::kM, kBlockThreads>(x_tile(i), x + start, p.depth, p.depth - start,
-                                          [&](int row) { return first_row + row < p.rows; });
-      load_tile<kN, kBlockThreads>(weight_tile(i), weight + start, p.depth, p.depth - start,
-                                   [&](int row) { return first_column + row < p.columns; });
+      load_tile<Shape::kM, kBlockThreads>(
+          x_tile(i), x + start, p.depth, p.depth - start,
+          [&](int row) { return first_row + row < p.rows; }, thread);
+      load_tile<kN, kBlockThreads>(
+          weight_tile(i), weight + start, p.depth, p.depth - start,
+          [&](int row) { return first_column + row < p.columns; }, thread);
     }
     commit_copies();  // also an empty group, so that counting them is counting stages
   };
   for (int i = 0; i < Shape::kStages - 1; ++i) load(i);
 
   // Angles, while the first copies are under way
-  const int thread_row = threadIdx.x / (kN / 2);
-  const ColumnPair columns = column_pair(p, first_column + threadIdx.x % (kN / 2) * 2);
+  const int thread_row = thread / (kN / 2);
+  const ColumnPair columns = column_pair(p, first_column + thread % (kN / 2) * 2);
   CosSin angles[Shape::kRowsAThread];
   find_angles(angles, p, columns, first_row + thread_row, Shape::kRowStep);
 
   // Products
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int lane = thread % 32, warp = thread / 32;
   const int warp_row = warp % 2 * 16 * kMT, warp_column = warp / 2 % Shape::kColumnWarps * 32;
   const int share = warp / 2 / Shape::kColumnWarps;
   float c[kMT][4][4] = {};

@@ -1,4 +1,5 @@
-// From torch's tensors to the plain data of params.h, on libtorch's stable ABI: what the bindings share.
+// From torch's tensors to the plain data of params.h, on libtorch's stable ABI: what the bindings
+// share.
 #pragma once
 
 #include <torch/csrc/stable/accelerator.h>
@@ -63,8 +64,9 @@ inline ScoresView scores_view(const OptionalTensor& t) {
 }
 
 inline AttentionSizes sizes_of(const Tensor& q, const Tensor& k) {
-  STD_TORCH_CHECK(q.size(3) % 8 == 0 && q.size(3) <= 256,
-                  "fused_rope_xattn: attention kernels take head dims that are multiples of 8 up to 256");
+  STD_TORCH_CHECK(
+      q.size(3) % 8 == 0 && q.size(3) <= 256,
+      "fused_rope_xattn: attention kernels take head dims that are multiples of 8 up to 256");
   STD_TORCH_CHECK(q.size(1) <= INT32_MAX && k.size(1) <= INT32_MAX,
                   "fused_rope_xattn: sequences are limited to 2^31 - 1 tokens");
   return {q.size(0),

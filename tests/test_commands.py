@@ -37,11 +37,12 @@ def test_info_names_versions_and_paths(capsys: pytest.CaptureFixture[str]) -> No
 @pytest.mark.parametrize(
     ("options", "path"),
     [
-        ([], "split"),
+        ([], "fused"),
+        (["--dropout", "0.1"], "split"),
         (["--capability", "7.5"], "composite"),
         (["--head-dim", "30"], "composite"),
         (["--dtype", "fp64"], "composite"),
-        (["--projected-kv", "--bias", "--kv-heads", "2", "--causal"], "split"),
+        (["--projected-kv", "--bias", "--kv-heads", "2", "--causal"], "fused"),
     ],
 )
 def test_plan_says_path(capsys: pytest.CaptureFixture[str], options: list[str], path: str) -> None:

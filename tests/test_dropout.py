@@ -136,8 +136,13 @@ def test_expectation_is_the_undropped_output(target: Target) -> None:
     inputs = small(target.device, B=1, Dout=0)
     want = forward(inputs, target.path)
     args, kwargs = inputs.call({**inputs.leaves, "x_query": inputs.leaves["x_query"].detach()})
-    total = torch.zeros_like(want)
-    for _ in range(200):
-        total += cross_attention(*args, **{**kwargs, "dropout_p": 0.2}, path=target.path).detach()
-    error = (total / 200 - want).abs()
-    assert float(error.mean()) < 0.02 and float(error.max()) < 0.15
+    draws = torch.stack(
+        [
+            cross_attention(*args, **{**kwargs, "dropout_p": 0.2}, path=target.path).detach()
+            for _ in range(200)
+        ]
+    ).double()
+    # Six standard errors of the mean, as the draws themselves show them, on every element.
+    error = (draws.mean(0) - want).abs()
+    assert bool((error <= 6 * draws.std(0) / len(draws) ** 0.5 + 1e-3).all()), error.max()
+    

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from problems import assert_bits, assert_near, forward, gradients, small
 from torch import Tensor
 
 from fused_rope_xattn import cross_attention, ops, plan
@@ -19,6 +18,7 @@ from fused_rope_xattn.prepare import Prepared, prepare
 from fused_rope_xattn.split import BlockTensors
 from fused_rope_xattn.verify.accuracy import assert_accurate
 from fused_rope_xattn.verify.cases import BASELINE, NAMED, ROWS, Case, draw_inputs, option_grid
+from problems import assert_bits, assert_near, forward, gradients, small
 
 H200 = GPU("NVIDIA H200", (9, 0), 132)
 AMPERE = GPU("NVIDIA A100", (8, 0), 108)
@@ -53,21 +53,38 @@ def test_the_baseline_takes_one_launch(gpu: GPU, dtype: str) -> None:
     assert chosen.path == "fused" and chosen.kernels == ("block_forward",)
 
 
-@pytest.mark.parametrize("changes", [
-    {"Tq": 8192}, {"Tk": 4096, "Dkv": 8}, {"Dq": 2048, "B": 8}, {"B": 64},
-], ids=lambda c: "-".join(f"{k}{v}" for k, v in c.items()))
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"Tq": 8192},
+        {"Tk": 4096, "Dkv": 8},
+        {"Dq": 2048, "B": 8},
+        {"B": 64},
+    ],
+    ids=lambda c: "-".join(f"{k}{v}" for k, v in c.items()),
+)
 def test_large_problems_are_split(changes: dict[str, int]) -> None:
     chosen = planned(replace(BASELINE, **changes))
     assert chosen.path == "split" and "attention_forward" in chosen.kernels
     assert planned(replace(BASELINE, **changes), "fused").path == "fused"
 
 
-@pytest.mark.parametrize("changes, reason", [
-    ({"dropout_p": 0.1}, "dropout"), ({"q_norm": "rms"}, "norm"), ({"k_norm": "layer"}, "norm"),
-    ({"D": 24}, "head dims of 8, 16, 32, 64 and 128, not 24"),
-    ({"D": 256}, "head dims"), ({"Dq": 36}, "Dq=36"), ({"Dkv": 20}, "Dkv=20"),
-    ({"Dv": 12}, "Dv=12"), ({"Dout": 30}, "Dout=30"), ({"D": 15}, "head dims"),
-], ids=str)
+@pytest.mark.parametrize(
+    "changes, reason",
+    [
+        ({"dropout_p": 0.1}, "dropout"),
+        ({"q_norm": "rms"}, "norm"),
+        ({"k_norm": "layer"}, "norm"),
+        ({"D": 24}, "head dims of 8, 16, 32, 64 and 128, not 24"),
+        ({"D": 256}, "head dims"),
+        ({"Dq": 36}, "Dq=36"),
+        ({"Dkv": 20}, "Dkv=20"),
+        ({"Dv": 12}, "Dv=12"),
+        ({"Dout": 30}, "Dout=30"),
+        ({"D": 15}, "head dims"),
+    ],
+    ids=str,
+)
 def test_what_one_launch_cannot_take_is_named(changes: dict[str, Any], reason: str) -> None:
     case = replace(BASELINE, B=2, Tq=9, Tk=11, rope="none", **changes)
     assert planned(case).path != "fused"
@@ -105,11 +122,19 @@ def operator_arguments(case: Case) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("changes", [
-    {}, {"Dout": 0, "biases": "qkv"}, {"projected": True, "biases": "o"}, {"Tk": 0}, {"Tq": 0},
-    {"rope": "table_full", "bias": "h11", "mask": "full", "lengths": "zero", "Dv": 24},
-    {"rope": "axial_half", "positions": "float", "Hkv": 2, "causal": True, "dtype": "bf16"},
-], ids=["plain", "no_out", "cached", "no_keys", "no_queries", "tables", "axial"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"Dout": 0, "biases": "qkv"},
+        {"projected": True, "biases": "o"},
+        {"Tk": 0},
+        {"Tq": 0},
+        {"rope": "table_full", "bias": "h11", "mask": "full", "lengths": "zero", "Dv": 24},
+        {"rope": "axial_half", "positions": "float", "Hkv": 2, "causal": True, "dtype": "bf16"},
+    ],
+    ids=["plain", "no_out", "cached", "no_keys", "no_queries", "tables", "axial"],
+)
 def test_opcheck(changes: dict[str, Any]) -> None:
     case = replace(Case("small", 2, 5, 7, H=4, D=8, Dq=16, dtype="fp32"), **changes)
     arguments = operator_arguments(case)
@@ -118,9 +143,18 @@ def test_opcheck(changes: dict[str, Any]) -> None:
     assert all(result.is_contiguous() for result in results)
 
 
-@pytest.mark.parametrize("name", [
-    "one_query", "multi_query", "causal_mask_bias", "no_out", "wide_out", "cached", "geometry",
-])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "one_query",
+        "multi_query",
+        "causal_mask_bias",
+        "no_out",
+        "wide_out",
+        "cached",
+        "geometry",
+    ],
+)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_both_paths_agree_on_the_cpu(name: str, dtype: str) -> None:
     """Outputs and every gradient, by the operators' CPU kernels."""
@@ -131,9 +165,11 @@ def test_both_paths_agree_on_the_cpu(name: str, dtype: str) -> None:
         leaves = {n: x.requires_grad_() for n, x in inputs.leaves.items()}
         _, config, t = prepared(case, **leaves)
         outputs = CrossAttentionFunction.apply(config._replace(fused=fused), *t)
-        grads = torch.autograd.grad(outputs, list(leaves.values()), [
-            inputs.grads["y"], inputs.grads.get("lse", torch.zeros_like(outputs[1]))
-        ])
+        grads = torch.autograd.grad(
+            outputs,
+            list(leaves.values()),
+            [inputs.grads["y"], inputs.grads.get("lse", torch.zeros_like(outputs[1]))],
+        )
         results.append(dict(zip(("y", "lse", *leaves), (*outputs, *grads))))
     assert_near(*results)
 

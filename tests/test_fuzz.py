@@ -4,12 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 
 from fused_rope_xattn.verify.accuracy import assert_accurate
 from fused_rope_xattn.verify.cases import Case, draw_inputs
 from problems import Target, assert_bits, gradients, path_for, paths_for, with_grad, yardstick
 from strategies import problems
+
+# "auto" is judged beside "split" wherever one launch takes the problem.
+TARGETS = [
+    pytest.param(Target("cpu", "composite"), id="cpu-composite"),
+    pytest.param(Target("cuda", "split"), id="cuda", marks=pytest.mark.gpu),
+]
 
 
 def search(body: Callable[[Case], None], target: Target, examples: int) -> None:
@@ -27,6 +35,7 @@ def search(body: Callable[[Case], None], target: Target, examples: int) -> None:
     wrapped()
 
 
+@pytest.mark.parametrize("target", TARGETS)
 def test_random_problems_meet_the_budget(target: Target, fuzz_examples: int) -> None:
     def body(case: Case) -> None:
         assert_accurate(
@@ -36,9 +45,9 @@ def test_random_problems_meet_the_budget(target: Target, fuzz_examples: int) -> 
     search(body, target, fuzz_examples)
 
 
+@pytest.mark.parametrize("target", TARGETS)
 def test_random_problems_repeat(target: Target, fuzz_examples: int) -> None:
     """Same bits twice under deterministic algorithms, and the inputs as they were."""
-    import torch
 
     def body(case: Case) -> None:
         inputs = with_grad(draw_inputs(case, target.device, 3))

@@ -382,8 +382,8 @@ def test_opcheck_attention(name: str, requires_grad: bool) -> None:
     with torch.no_grad():
         o, lse = ops.attention_forward(q, k, v, options)
     dlse = None if name == "plain" else torch.randn_like(lse)
-    needs = (name != "dropout", True, bias is not None)
-    args = (torch.randn_like(o), dlse, q, k, v, o, lse, *options, *needs)
+    needs = (name != "dropout", True, bias is not None)  # need_dq, need_dkv, need_dbias
+    args = (torch.randn_like(o), dlse, q, k, v, o, lse, *options, *needs, True)
     torch.library.opcheck(OPS.attention_backward.default, args)
 
 

@@ -29,7 +29,7 @@ class Block(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(dim, 2 * dim), nn.GELU(), nn.Linear(2 * dim, dim))
 
     def _look_at_the_same_place(self) -> None:
-        """Equal vectors rotated by RoPE score highest at equal positions: a start that saves steps."""
+        """Equal vectors, rotated, score highest at equal positions: a start that saves steps."""
         for projection in (self.cross_attention.q_proj, self.cross_attention.k_proj):
             nn.init.constant_(projection.bias, SAME_PLACE)
 
