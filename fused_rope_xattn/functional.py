@@ -207,6 +207,7 @@ def project_keys_and_values(arguments: Arguments, projected: bool = False) -> Pr
 
 def _attend(a: Arguments, prepared: Prepared) -> Any:
     problem, config, t = prepared
+    lse: Tensor | None
     path, reason = planner.choose(prepared, a.path)
     if config.dropout_p > 0:
         t = t._replace(seed=draw_seed(problem.device))

@@ -14,11 +14,11 @@ from .config import NORM_NONE, BlockConfig
 from .ops import TurningTensors
 from .split import Activations, BlockTensors
 
-HEAD_DIMS = (8, 16, 32, 64, 128)
+HEAD_DIMS = (16, 32, 64, 128)
 WIDTH_MULTIPLE = 8
 
-# Up to where one launch pays. Beyond, larger tiles, keys split over blocks, and cuBLAS win back what
-# the launches cost.
+# Up to where one launch pays. Beyond, larger tiles, keys split over blocks, and cuBLAS win back
+# what the launches cost.
 LARGEST_TILES = 264  # of TILE_QUERIES rows of one head: two for each multiprocessor
 TILE_QUERIES = 64
 LARGEST_KEYS = 2048
@@ -70,7 +70,7 @@ def obstacle(problem: Problem, config: BlockConfig, t: BlockTensors) -> str | No
         widths |= {"Dkv": problem.Dkv, "Dv": problem.Dv}
     for name, width in widths.items():
         if width is not None and width % WIDTH_MULTIPLE:
-            return f"one launch takes widths that are multiples of {WIDTH_MULTIPLE}, not {name}={width}"
+            return f"one launch takes multiples of {WIDTH_MULTIPLE} as widths, not {name}={width}"
     return None
 
 

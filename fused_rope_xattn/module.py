@@ -80,7 +80,9 @@ class FusedRoPECrossAttention(nn.Module):
         _check_options(inner_dim, num_heads, self.num_kv_heads, dropout, qk_norm, qk_norm_over)
         self.head_dim = inner_dim // num_heads
         self.dropout = dropout
-        self.rope: RopeLike = RoPE(rope_base) if _is_default(rope) else rope
+        self.rope: RopeLike = (
+            RoPE(rope_base) if isinstance(rope, str) and rope == "default" else rope
+        )
         _check_rope(self.rope, self.head_dim)
         self.qk_norm = qk_norm
         self.qk_norm_over = qk_norm_over

@@ -1,5 +1,5 @@
-// The order of launches of attention forward and backward, and the two small kernels around the tiled
-// ones: combining split keys, and delta.
+// The order of launches of attention forward and backward, and the two small kernels around the
+// tiled ones: combining split keys, and delta.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
@@ -84,8 +84,8 @@ __global__ __launch_bounds__(kThreads) void delta_kernel(
   const int64_t dout = offset_in(p.dout, row.b, row.query, row.h);
   float sum = 0.f;
   for (int d = lane; d < p.sizes.head_dim; d += 32) {
-    sum = fmaf(load_float(p.dout.data, dout + d, p.dtype), load_float(p.o.data, o + d, p.dtype),
-               sum);
+    sum =
+        fmaf(load_float(p.dout.data, dout + d, p.dtype), load_float(p.o.data, o + d, p.dtype), sum);
   }
   sum = warp_sum(sum);
   // A row without keys is constant: nothing flows through it, not even a gradient of its lse.
@@ -97,8 +97,7 @@ __global__ __launch_bounds__(kThreads) void delta_kernel(
 
 // The portable kernels are compiled apart for each dtype; this picks one.
 template <class Params>
-void run_for_dtype(const Params& p, cudaStream_t stream,
-                   void (*bf16)(const Params&, cudaStream_t),
+void run_for_dtype(const Params& p, cudaStream_t stream, void (*bf16)(const Params&, cudaStream_t),
                    void (*fp16)(const Params&, cudaStream_t),
                    void (*tf32)(const Params&, cudaStream_t),
                    void (*fp32)(const Params&, cudaStream_t)) {
@@ -120,8 +119,8 @@ void run_attention_forward(const AttentionForwardParams& p, cudaStream_t stream)
   if (p.use_sm90) {
     run_attention_forward_sm90(p, stream);
   } else {
-    run_for_dtype(p, stream, attention_forward_bf16, attention_forward_fp16,
-                  attention_forward_tf32, attention_forward_fp32);
+    run_for_dtype(p, stream, attention_forward_bf16, attention_forward_fp16, attention_forward_tf32,
+                  attention_forward_fp32);
   }
   if (p.num_splits > 1) {
     launch(combine_splits_kernel, "combine_splits", row_blocks(p.sizes), kThreads, 0, stream, p);

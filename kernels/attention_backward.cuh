@@ -7,8 +7,8 @@
 //   (dlse: gradient of the returned log-sum-exp)
 //
 // One kernel serves dq and dk/dv: a block keeps 16 rows a warp of one side (queries, or keys) and
-// streams tiles of the other, so that weights and score gradients go from accumulators straight into
-// the next product. A second kernel sums ds over whatever the bias was broadcast over.
+// streams tiles of the other, so that weights and score gradients go from accumulators straight
+// into the next product. A second kernel sums ds over whatever the bias was broadcast over.
 #pragma once
 
 #include <type_traits>
@@ -39,7 +39,7 @@ struct BackwardShape {
 // What the forward left of each query of a tile.
 template <int kQueries>
 struct RowStatistics {
-  float lse[kQueries];           // in score units
+  float lse[kQueries];  // in score units
   float delta[kQueries];
   float weight_scale[kQueries];
 };
@@ -58,8 +58,8 @@ struct BackwardSideShape : BackwardShape<Op, kD> {
   static constexpr int kStatStages = kKeySide ? Base::kStages : 1;
 
   struct SharedStorage {
-    alignas(16) Element stay_1[Base::kRows * kD];  // q, or k
-    alignas(16) Element stay_2[Base::kRows * kD];  // dout, or v
+    alignas(16) Element stay_1[Base::kRows * kD];                      // q, or k
+    alignas(16) Element stay_2[Base::kRows * kD];                      // dout, or v
     alignas(16) Element stream_1[Base::kStages][Base::kColumns * kD];  // k, or q
     alignas(16) Element stream_2[Base::kStages][Base::kColumns * kD];  // v, or dout
     RowStatistics<kQueries> rows[kStatStages];
@@ -136,8 +136,8 @@ __device__ __forceinline__ void gradients_of_scores(float (&p)[kNT][4], float (&
 __device__ __forceinline__ bool is_plain_tile(const HeadScores& scores, int first_query,
                                               int queries, int first_key, int keys) {
   return scores.is_plain() && first_query + queries <= scores.num_queries &&
-         first_key + keys <= keys_visible(first_query, scores.num_queries, scores.key_count,
-                                          scores.is_causal);
+         first_key + keys <=
+             keys_visible(first_query, scores.num_queries, scores.key_count, scores.is_causal);
 }
 
 template <class Element, int kOutTiles>
@@ -167,16 +167,17 @@ __device__ __forceinline__ void load_pair(Tile tile_1, Tile tile_2, const HeadsV
                                           int head_dim, RowExists row_exists) {
   using Element = std::remove_pointer_t<decltype(tile_1.data)>;
   load_tile<kRows, kThreads>(
-      tile_1, head_of<Element>(view_1, b, h) + first_row * view_1.token_stride,
-      view_1.token_stride, head_dim, [&](int row) { return row_exists(first_row + row); });
+      tile_1, head_of<Element>(view_1, b, h) + first_row * view_1.token_stride, view_1.token_stride,
+      head_dim, [&](int row) { return row_exists(first_row + row); });
   load_tile<kRows, kThreads>(
-      tile_2, head_of<Element>(view_2, b, h) + first_row * view_2.token_stride,
-      view_2.token_stride, head_dim, [&](int row) { return row_exists(first_row + row); });
+      tile_2, head_of<Element>(view_2, b, h) + first_row * view_2.token_stride, view_2.token_stride,
+      head_dim, [&](int row) { return row_exists(first_row + row); });
 }
 
 template <class Op, int kD, bool kKeySide>
-__global__ __launch_bounds__(BackwardSideShape<Op, kD, kKeySide>::kThreads, 1) void
-attention_backward_kernel(const __grid_constant__ AttentionBackwardParams p) {
+__global__ __launch_bounds__(
+    BackwardSideShape<Op, kD, kKeySide>::kThreads,
+    1) void attention_backward_kernel(const __grid_constant__ AttentionBackwardParams p) {
   using Shape = BackwardSideShape<Op, kD, kKeySide>;
   using Element = typename Op::Element;
   using Tile = typename Shape::Tile;
@@ -263,10 +264,10 @@ attention_backward_kernel(const __grid_constant__ AttentionBackwardParams p) {
       multiply_rows<Op, 1, kScoreTiles, kD>(weights, stay_1, warp_row, stream_1, lane);
       multiply_rows<Op, 1, kScoreTiles, kD>(ds, stay_2, warp_row, stream_2, lane);
       const int row = first_row + warp_row + lane / 4, column = first_column + 2 * (lane % 4);
-      weights_of_products<Element, kKeySide>(
-          weights[0], scores, shared.rows[stat_stage], row, column, first_query,
-          is_plain_tile(scores, first_query, Shape::kQueries, first_key,
-                        kKeySide ? kRows : kColumns));
+      weights_of_products<Element, kKeySide>(weights[0], scores, shared.rows[stat_stage], row,
+                                             column, first_query,
+                                             is_plain_tile(scores, first_query, Shape::kQueries,
+                                                           first_key, kKeySide ? kRows : kColumns));
       gradients_of_scores<kKeySide>(weights[0], ds[0], scores, shared.rows[stat_stage], row, column,
                                     first_query);
       multiply_accumulators<Op, 1, kScoreTiles, Shape::kOutTiles>(out_1, ds, stream_1, out_column,
@@ -284,8 +285,8 @@ attention_backward_kernel(const __grid_constant__ AttentionBackwardParams p) {
   store_rows<Element>(kKeySide ? p.dk : p.dq, b, row_head, out_1[0], p.scores.scale, row, num_rows,
                       out_column, sizes.head_dim, lane);
   if constexpr (kKeySide) {
-    store_rows<Element>(p.dv, b, row_head, out_2[0], 1.f, row, num_rows, out_column,
-                        sizes.head_dim, lane);
+    store_rows<Element>(p.dv, b, row_head, out_2[0], 1.f, row, num_rows, out_column, sizes.head_dim,
+                        lane);
   }
 }
 
@@ -305,12 +306,13 @@ struct SingleStageShape : BackwardShape<Op, kD> {
                 "the sum over a tile reuses the tiles' memory");
 };
 
-// dbias of one tile of the bias: walks over every (batch, head, query tile) that the bias's elements
-// were broadcast to and sums ds in registers. Axes of size 1 have stride 0; the key axis is whole
-// (ops.py knows the gradient of a bias without one).
+// dbias of one tile of the bias: walks over every (batch, head, query tile) that the bias's
+// elements were broadcast to and sums ds in registers. Axes of size 1 have stride 0; the key axis
+// is whole (ops.py knows the gradient of a bias without one).
 template <class Op, int kD>
-__global__ __launch_bounds__(SingleStageShape<Op, kD>::kThreads, 1) void attention_bias_gradient_kernel(
-    const __grid_constant__ AttentionBackwardParams p) {
+__global__ __launch_bounds__(
+    SingleStageShape<Op, kD>::kThreads,
+    1) void attention_bias_gradient_kernel(const __grid_constant__ AttentionBackwardParams p) {
   using Shape = SingleStageShape<Op, kD>;
   using Element = typename Op::Element;
   using Tile = typename Shape::Tile;
@@ -421,8 +423,8 @@ void launch_bias_gradient(const AttentionBackwardParams& p, cudaStream_t stream)
   const int64_t blocks = (p.dbias.batch_stride == 0 ? 1 : sizes.batch) *
                          (p.dbias.head_stride == 0 ? 1 : sizes.num_heads) *
                          (p.dbias.query_stride == 0 ? 1 : q_tiles) * k_tiles;
-  launch(attention_bias_gradient_kernel<Op, kD>, "attention_bias_gradient", blocks,
-         Shape::kThreads, sizeof(typename Shape::SharedStorage), stream, p);
+  launch(attention_bias_gradient_kernel<Op, kD>, "attention_bias_gradient", blocks, Shape::kThreads,
+         sizeof(typename Shape::SharedStorage), stream, p);
 }
 
 template <class Op, int kD>

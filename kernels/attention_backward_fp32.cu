@@ -5,11 +5,11 @@
 namespace frx {
 
 void attention_row_sums_fp32(const AttentionBackwardParams& p, cudaStream_t stream) {
-  dispatch_row_sums<Tf32Op<3>>(p, stream);
+  dispatch_row_sums<Tf32Op<4>>(p, stream);
 }
 
 void attention_backward_fp32(const AttentionBackwardParams& p, cudaStream_t stream) {
-  dispatch_backward<Tf32Op<3>>(p, stream);
+  dispatch_backward<Tf32Op<4>>(p, stream);
 }
 
 }  // namespace frx

@@ -1,10 +1,10 @@
 // Portable attention forward (sm_80 and newer): o = softmax(scale q k^T + bias) v for one tile of
 // queries of one head, with online softmax; nothing of size Tq x Tk is stored.
 //
-// A block has four warps of rows; each owns 16 * kMT query rows, keeps their output in registers, and
-// walks over the key tiles. K and V tiles have one buffer each: V arrives while scores are computed, the
-// next K while the weights multiply V. With split keys a block covers a range of key tiles and writes
-// a partial result in fp32.
+// A block has four warps of rows; each owns 16 * kMT query rows, keeps their output in registers,
+// and walks over the key tiles. K and V tiles have one buffer each: V arrives while scores are
+// computed, the next K while the weights multiply V. With split keys a block covers a range of key
+// tiles and writes a partial result in fp32.
 #pragma once
 
 #include "launch.h"
@@ -110,10 +110,11 @@ struct ForwardShape {
 
 // One row pair's worth of results: o / sum to the output or, with split keys, to its partial.
 template <class Shape, int kMT>
-__device__ __forceinline__ void store_output(
-    const AttentionForwardParams& p, const typename Shape::Softmax& softmax,
-    const float (&o)[kMT][Shape::kOutTiles][4], float keep_scale, int64_t b, int h, int split,
-    int first_row, int first_column, int lane) {
+__device__ __forceinline__ void store_output(const AttentionForwardParams& p,
+                                             const typename Shape::Softmax& softmax,
+                                             const float (&o)[kMT][Shape::kOutTiles][4],
+                                             float keep_scale, int64_t b, int h, int split,
+                                             int first_row, int first_column, int lane) {
   using Element = typename Shape::Element;
   const AttentionSizes& sizes = p.sizes;
 #pragma unroll
@@ -124,12 +125,13 @@ __device__ __forceinline__ void store_output(
       if (query >= sizes.num_queries) continue;
       const float sum = softmax.row_sum[m][half];
       const float factor = sum > 0.f ? keep_scale / sum : 0.f;
-      const float lse =
-          sum > 0.f ? softmax.row_max[m][half] / kScoreUnit<Element> + logf(sum) : negative_infinity();
+      const float lse = sum > 0.f ? softmax.row_max[m][half] / kScoreUnit<Element> + logf(sum)
+                                  : negative_infinity();
       const int64_t row = (b * sizes.num_heads + h) * sizes.num_queries + query;
       const int64_t rows = sizes.batch * sizes.num_heads * sizes.num_queries;
       const bool is_split = p.num_splits > 1;
-      if (lane % 4 == 0 && first_column == 0) (is_split ? p.partial_lse + split * rows : p.lse)[row] = lse;
+      if (lane % 4 == 0 && first_column == 0)
+        (is_split ? p.partial_lse + split * rows : p.lse)[row] = lse;
 #pragma unroll
       for (int n = 0; n < Shape::kOutTiles; ++n) {
         const int d = first_column + 8 * n + 2 * (lane % 4);
@@ -148,8 +150,10 @@ __device__ __forceinline__ void store_output(
 }
 
 template <class Op, int kD, int kMT>
-__global__ __launch_bounds__(ForwardShape<Op, kD, kMT>::kThreads, kD == 32 ? 1 : 0) void attention_forward_kernel(
-    const __grid_constant__ AttentionForwardParams p) {
+__global__ __launch_bounds__(
+    ForwardShape<Op, kD, kMT>::kThreads,
+    kD == 32 ? 1
+             : 0) void attention_forward_kernel(const __grid_constant__ AttentionForwardParams p) {
   using Shape = ForwardShape<Op, kD, kMT>;
   using Element = typename Op::Element;
   using Tile = typename Shape::Tile;
@@ -176,23 +180,21 @@ __global__ __launch_bounds__(ForwardShape<Op, kD, kMT>::kThreads, kD == 32 ? 1 :
       Shape::kColumnWarps == 1 ? 0 : warp / Shape::kRowWarps * (8 * Shape::kOutTiles);
 
   const HeadScores scores(sizes, p.scores, b, h, kScoreUnit<Element>);
-  const IndexRange visible =
-      key_tiles_of_queries(first_query, kTileQ, kTileK, sizes.num_queries, scores.key_count,
-                           scores.is_causal);
+  const IndexRange visible = key_tiles_of_queries(first_query, kTileQ, kTileK, sizes.num_queries,
+                                                  scores.key_count, scores.is_causal);
   const int tiles_a_split = (visible.end + p.num_splits - 1) / p.num_splits;
   const int begin = split * tiles_a_split;
   const int end = min(begin + tiles_a_split, visible.end);
-  const int plain_end =
-      scores.is_plain() && first_query + kTileQ <= sizes.num_queries
-          ? unmasked_key_tiles(first_query, kTileK, sizes.num_queries, scores.key_count,
-                               scores.is_causal)
-          : 0;
+  const int plain_end = scores.is_plain() && first_query + kTileQ <= sizes.num_queries
+                            ? unmasked_key_tiles(first_query, kTileK, sizes.num_queries,
+                                                 scores.key_count, scores.is_causal)
+                            : 0;
 
   auto load_keys = [&](Tile tile, const HeadsView& view, int key_tile) {
     const int first_key = key_tile * kTileK;
-    load_tile<kTileK, kThreads>(tile, head_of<Element>(view, b, kv_head) + first_key * view.token_stride,
-                                view.token_stride, sizes.head_dim,
-                                [&](int row) { return scores.key_exists(first_key + row); });
+    load_tile<kTileK, kThreads>(
+        tile, head_of<Element>(view, b, kv_head) + first_key * view.token_stride, view.token_stride,
+        sizes.head_dim, [&](int row) { return scores.key_exists(first_key + row); });
     commit_copies();
   };
 
@@ -239,7 +241,8 @@ __global__ __launch_bounds__(ForwardShape<Op, kD, kMT>::kThreads, kD == 32 ? 1 :
     wait_copies<0>();
     __syncthreads();  // V is here, and every warp is done with K
     if (tile + 1 < end) load_keys(k_tile, p.k, tile + 1);
-    multiply_accumulators<Op, kMT, Shape::kScoreTiles, Shape::kOutTiles>(o, s, v_tile, out_column, lane);
+    multiply_accumulators<Op, kMT, Shape::kScoreTiles, Shape::kOutTiles>(o, s, v_tile, out_column,
+                                                                         lane);
   }
 
   softmax.finish();
@@ -256,16 +259,19 @@ void launch_forward(const AttentionForwardParams& p, cudaStream_t stream) {
          sizeof(typename Shape::SharedStorage), stream, p);
 }
 
-// Operators of 16-bit elements have a 128-query version for every head dim whose registers allow it.
+// Operators of 16-bit elements have a 128-query version for every head dim whose registers allow
+// it.
 template <class Op>
 void dispatch_forward(const AttentionForwardParams& p, cudaStream_t stream) {
   constexpr int kMaxMT = sizeof(typename Op::Element) == 2 ? 2 : 1;
   const bool wide = p.tile_queries == 128;
   switch (padded_head_dim(p.sizes.head_dim)) {
     case 32:
-      return wide ? launch_forward<Op, 32, kMaxMT>(p, stream) : launch_forward<Op, 32, 1>(p, stream);
+      return wide ? launch_forward<Op, 32, kMaxMT>(p, stream)
+                  : launch_forward<Op, 32, 1>(p, stream);
     case 64:
-      return wide ? launch_forward<Op, 64, kMaxMT>(p, stream) : launch_forward<Op, 64, 1>(p, stream);
+      return wide ? launch_forward<Op, 64, kMaxMT>(p, stream)
+                  : launch_forward<Op, 64, 1>(p, stream);
     case 128:
       return wide ? launch_forward<Op, 128, kMaxMT>(p, stream)
                   : launch_forward<Op, 128, 1>(p, stream);

@@ -3,8 +3,8 @@
 //
 //   weight_scale = 1 / sum p                     delta = sum p * dropped(dout v^T) / sum p - dlse
 //
-// The gradients of a row's scores then sum to zero as exactly as the products are, which neither the
-// rounded o nor the rounded lse of the forward would give. A row without keys gets delta 0.
+// The gradients of a row's scores then sum to zero as exactly as the products are, which neither
+// the rounded o nor the rounded lse of the forward would give. A row without keys gets delta 0.
 #pragma once
 
 #include "attention_backward.cuh"
@@ -37,9 +37,8 @@ __global__ __launch_bounds__(SingleStageShape<Op, kD>::kThreads, 1) void attenti
   const int kv_head = h / (sizes.num_heads / sizes.num_kv_heads);
   const int warp_row = threadIdx.x / 32 * 16;
   const HeadScores scores(sizes, p.scores, b, h, kScoreUnit<Element>);
-  const IndexRange tiles =
-      key_tiles_of_queries(first_query, kRows, kColumns, sizes.num_queries, scores.key_count,
-                           scores.is_causal);
+  const IndexRange tiles = key_tiles_of_queries(first_query, kRows, kColumns, sizes.num_queries,
+                                                scores.key_count, scores.is_causal);
 
   load_pair<kRows, kThreads>(q_tile, dout_tile, p.q, p.dout, b, h, first_query, sizes.head_dim,
                              [&](int query) { return query < sizes.num_queries; });
@@ -93,8 +92,7 @@ __global__ __launch_bounds__(SingleStageShape<Op, kD>::kThreads, 1) void attenti
     const int64_t index = scores.batch_head * sizes.num_queries + query;
     const bool has_keys = weight > 0.f;
     p.weight_scale[index] = has_keys ? 1.f / weight : 1.f;
-    p.delta[index] =
-        has_keys ? gradient / weight - (p.dlse == nullptr ? 0.f : p.dlse[index]) : 0.f;
+    p.delta[index] = has_keys ? gradient / weight - (p.dlse == nullptr ? 0.f : p.dlse[index]) : 0.f;
   }
 }
 

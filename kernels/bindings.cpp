@@ -1,5 +1,5 @@
-// The extension module, and what it tells about itself. The operators are in bindings_cuda.cpp, which
-// a build without CUDA leaves out.
+// The extension module, and what it tells about itself. The operators are in bindings_cuda.cpp,
+// which a build without CUDA leaves out.
 #include <Python.h>
 #include <torch/csrc/stable/library.h>
 

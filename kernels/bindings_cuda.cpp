@@ -1,5 +1,6 @@
 // CUDA kernels of the operators that ops.py defines: torch tensors in, params.h structs out to the
-// kernels, on libtorch's stable ABI alone. The one-launch block has its own file, bindings_block.cpp.
+// kernels, on libtorch's stable ABI alone. The one-launch block has its own file,
+// bindings_block.cpp.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -17,10 +18,11 @@ namespace {
 
 // kPortable plans as for a GPU without Hopper's kernels.
 template <bool kPortable>
-std::tuple<Tensor, Tensor> attention_forward(
-    Tensor q_any, Tensor k_any, Tensor v_any, OptionalTensor attn_bias, OptionalTensor keep_mask,
-    OptionalTensor key_keep, OptionalTensor kv_lengths, OptionalTensor seed, double scale,
-    bool is_causal, double dropout_p, bool tf32) {
+std::tuple<Tensor, Tensor> attention_forward(Tensor q_any, Tensor k_any, Tensor v_any,
+                                             OptionalTensor attn_bias, OptionalTensor keep_mask,
+                                             OptionalTensor key_keep, OptionalTensor kv_lengths,
+                                             OptionalTensor seed, double scale, bool is_causal,
+                                             double dropout_p, bool tf32) {
   const DeviceGuard guard(q_any.get_device_index());
   const Tensor q = aligned(q_any), k = aligned(k_any), v = aligned(v_any);
   AttentionForwardParams p{};
@@ -30,7 +32,8 @@ std::tuple<Tensor, Tensor> attention_forward(
   Tensor lse = empty(q, {batch, heads, queries}, ScalarType::Float);
   if (batch * queries == 0) return {o, lse};
 
-  p.scores = modifiers(attn_bias, keep_mask, key_keep, kv_lengths, seed, scale, is_causal, dropout_p);
+  p.scores =
+      modifiers(attn_bias, keep_mask, key_keep, kv_lengths, seed, scale, is_causal, dropout_p);
   p.dtype = dtype_of(q.scalar_type(), tf32);
   p.q = heads_view(q);
   p.k = heads_view(k);
@@ -80,7 +83,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
     dbias = torch::stable::new_zeros(*attn_bias, {shape.begin(), shape.end()});
   }
 
-  p.scores = modifiers(attn_bias, keep_mask, key_keep, kv_lengths, seed, scale, is_causal, dropout_p);
+  p.scores =
+      modifiers(attn_bias, keep_mask, key_keep, kv_lengths, seed, scale, is_causal, dropout_p);
   p.dtype = dtype_of(q.scalar_type(), tf32);
   p.q = heads_view(q);
   p.k = heads_view(k);
@@ -138,8 +142,9 @@ NormRopeParams norm_rope_params(const OptionalTensor& bias, const OptionalTensor
   p.norm_bias = data_of(norm_bias);
   if (norm_weight.has_value()) p.norm_dtype = dtype_of(norm_weight->scalar_type());
   if (norm_bias.has_value()) {
-    STD_TORCH_CHECK(!norm_weight.has_value() || norm_weight->scalar_type() == norm_bias->scalar_type(),
-                    "fused_rope_xattn: a norm's weight and bias must share a dtype");
+    STD_TORCH_CHECK(
+        !norm_weight.has_value() || norm_weight->scalar_type() == norm_bias->scalar_type(),
+        "fused_rope_xattn: a norm's weight and bias must share a dtype");
     p.norm_dtype = dtype_of(norm_bias->scalar_type());
   }
   set_rotation(p, positions, cos, sin, rotary_dim, interleaved, axes, rope_base, full_width);
@@ -152,9 +157,9 @@ Tensor norm_rope(Tensor x, OptionalTensor bias, OptionalTensor norm_weight,
                  double norm_eps, int64_t rotary_dim, bool interleaved, int64_t axes,
                  double rope_base, bool full_width, ScalarType dtype) {
   const DeviceGuard guard(x.get_device_index());
-  NormRopeParams p = norm_rope_params(bias, norm_weight, norm_bias, positions, cos, sin, num_heads,
-                                      norm_kind, norm_inner, norm_eps, rotary_dim, interleaved, axes,
-                                      rope_base, full_width);
+  NormRopeParams p =
+      norm_rope_params(bias, norm_weight, norm_bias, positions, cos, sin, num_heads, norm_kind,
+                       norm_inner, norm_eps, rotary_dim, interleaved, axes, rope_base, full_width);
   p.batch = x.size(0);
   p.num_tokens = x.size(1);
   p.head_dim = static_cast<int32_t>(x.size(2) / num_heads);
@@ -176,9 +181,9 @@ std::tuple<Tensor, Tensor, Tensor> norm_rope_backward(
     int64_t num_heads, int64_t norm_kind, bool norm_inner, double norm_eps, int64_t rotary_dim,
     bool interleaved, int64_t axes, double rope_base, bool full_width) {
   const DeviceGuard guard(grad.get_device_index());
-  NormRopeParams p = norm_rope_params(bias, norm_weight, norm_bias, positions, cos, sin, num_heads,
-                                      norm_kind, norm_inner, norm_eps, rotary_dim, interleaved, axes,
-                                      rope_base, full_width);
+  NormRopeParams p =
+      norm_rope_params(bias, norm_weight, norm_bias, positions, cos, sin, num_heads, norm_kind,
+                       norm_inner, norm_eps, rotary_dim, interleaved, axes, rope_base, full_width);
   p.batch = grad.size(0);
   p.num_tokens = grad.size(1);
   p.head_dim = static_cast<int32_t>(grad.size(3));

@@ -31,8 +31,8 @@ Gpu current_gpu() {
 }
 
 cudaStream_t current_stream(int32_t device_index) {
-  // The symbol is in libtorch_cuda, which a CPU-only torch lacks; linking it would tie the binary to
-  // one build of torch. A CUDA tensor exists here, so the library is loaded.
+  // The symbol is in libtorch_cuda, which a CPU-only torch lacks; linking it would tie the binary
+  // to one build of torch. A CUDA tensor exists here, so the library is loaded.
   using GetStream = int32_t (*)(int32_t, void**);
   static const GetStream get_stream = [] {
     void* library = dlopen("libtorch_cuda.so", RTLD_LAZY | RTLD_NOLOAD);

@@ -33,8 +33,8 @@ void launch(void (*kernel)(Params), const char* name, int64_t blocks, int thread
   check_cuda(cudaGetLastError(), name);
 }
 
-// For kernels whose blocks wait for each other. The driver refuses a grid that cannot be resident as
-// a whole, so such a kernel fails here rather than hang.
+// For kernels whose blocks wait for each other. The driver refuses a grid that cannot be resident
+// as a whole, so such a kernel fails here rather than hang.
 template <class Params>
 void launch_cooperative(void (*kernel)(Params), const char* name, int blocks, int threads,
                         size_t smem_bytes, cudaStream_t stream, const Params& params) {

@@ -1,7 +1,8 @@
-// Plain-data descriptions of one launch. No torch here: bindings.cpp fills these in, kernels read them.
+// Plain-data descriptions of one launch. No torch here: bindings.cpp fills these in, kernels read
+// them.
 //
-// Symbols: B batch, Tq/Tk query and key length, H/Hkv query and key heads, D head dim, R rotary dims.
-// Strides count elements and are 64-bit; a stride of 0 broadcasts.
+// Symbols: B batch, Tq/Tk query and key length, H/Hkv query and key heads, D head dim, R rotary
+// dims. Strides count elements and are 64-bit; a stride of 0 broadcasts.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +10,7 @@
 namespace frx {
 
 // How elements are stored and multiplied. kTF32 and kFloat32 both store fp32: the first multiplies
-// once in TF32, the second three times (3xTF32) to keep fp32 accuracy.
+// once in TF32, the second four times (heads and tails) to keep fp32 accuracy.
 enum class DType : int { kFloat32 = 0, kTF32 = 1, kFloat16 = 2, kBFloat16 = 3 };
 
 // [B, T, H, D] with D contiguous.
@@ -40,13 +41,13 @@ struct AttentionSizes {
 
 // What removes or reweighs scores. Shared by forward and backward.
 struct ScoreModifiers {
-  ScoresView bias;           // added to the scores
-  DType bias_dtype;          // kFloat32, kFloat16 or kBFloat16
-  ScoresView keep_mask;      // bool, true = attend
-  const bool* key_keep;      // [B, Tk] contiguous, true = the key exists; may be null
-  const int32_t* kv_lengths; // [B], keys at and beyond it do not exist; may be null
-  bool is_causal;            // query i sees key j when j <= i + length - Tq
-  float scale;               // multiplies q k^T
+  ScoresView bias;            // added to the scores
+  DType bias_dtype;           // kFloat32, kFloat16 or kBFloat16
+  ScoresView keep_mask;       // bool, true = attend
+  const bool* key_keep;       // [B, Tk] contiguous, true = the key exists; may be null
+  const int32_t* kv_lengths;  // [B], keys at and beyond it do not exist; may be null
+  bool is_causal;             // query i sees key j when j <= i + length - Tq
+  float scale;                // multiplies q k^T
 
   // Dropout on the weights. keep_threshold counts kept 16-bit draws out of 65536.
   const int64_t* seed;  // [1] on the device; null without dropout
@@ -67,7 +68,8 @@ struct AttentionForwardParams {
   bool use_sm90;         // the Hopper kernel instead of the portable one (see plan.h)
   int32_t tile_queries;  // query rows a block of the portable kernel: 64 or 128
 
-  // Keys split over blocks: partial results that a second kernel combines. Unused when num_splits == 1.
+  // Keys split over blocks: partial results that a second kernel combines. Unused when num_splits
+  // == 1.
   int32_t num_splits;
   float* partial_o;    // [num_splits, B, H, Tq, D]
   float* partial_lse;  // [num_splits, B, H, Tq]
@@ -77,24 +79,24 @@ struct AttentionBackwardParams {
   AttentionSizes sizes;
   ScoreModifiers scores;
   DType dtype;
-  HeadsView q, k, v;      // as in the forward
-  HeadsView o, dout;      // [B, Tq, H, D]
-  const float* lse;       // [B, H, Tq]
-  const float* dlse;      // [B, H, Tq] or null
-  float* delta;           // [B, H, Tq] workspace: sum over the keys of weight * dweight, less dlse
-  float* weight_scale;    // [B, H, Tq] workspace: makes recomputed weights sum to 1; null: not used
-  HeadsView dq;           // [B, Tq, H, D]; data == nullptr: not wanted
-  HeadsView dk, dv;       // [B, Tk, Hkv, D]; data == nullptr: not wanted
-  ScoresView dbias;       // the bias's own sizes, contiguous; data == nullptr: not wanted
+  HeadsView q, k, v;    // as in the forward
+  HeadsView o, dout;    // [B, Tq, H, D]
+  const float* lse;     // [B, H, Tq]
+  const float* dlse;    // [B, H, Tq] or null
+  float* delta;         // [B, H, Tq] workspace: sum over the keys of weight * dweight, less dlse
+  float* weight_scale;  // [B, H, Tq] workspace: makes recomputed weights sum to 1; null: not used
+  HeadsView dq;         // [B, Tq, H, D]; data == nullptr: not wanted
+  HeadsView dk, dv;     // [B, Tk, Hkv, D]; data == nullptr: not wanted
+  ScoresView dbias;     // the bias's own sizes, contiguous; data == nullptr: not wanted
 
   bool deterministic;  // the same bits every time: no atomic additions
 
   bool use_sm90;  // the Hopper kernels for dq, dk and dv instead of the portable ones
 
-  // Hopper only. Either the kernel of dk and dv also adds up dq, atomically, or dq has a kernel of its
-  // own, where num_splits blocks share the keys of a query. Parts of dq are then summed, rounded and
-  // laid out by a further kernel; one split without atomics writes dq at once.
-  bool dq_with_dkv;    // num_splits is 1 then
+  // Hopper only. Either the kernel of dk and dv also adds up dq, atomically, or dq has a kernel of
+  // its own, where num_splits blocks share the keys of a query. Parts of dq are then summed,
+  // rounded and laid out by a further kernel; one split without atomics writes dq at once.
+  bool dq_with_dkv;  // num_splits is 1 then
   int32_t num_splits;
   float* dq_parts;  // [num_splits, B, H, Tq padded to 64, D padded] in fragment order, or null
 };
@@ -110,9 +112,9 @@ struct RotationParams {
   bool full_width;
   double log2_base;
   PositionType position_type;
-  const void* positions;           // [B|1, T, axes]
-  int64_t position_batch_stride;   // 0 when shared
-  const float *cos, *sin;          // tables; null = angles from positions
+  const void* positions;          // [B|1, T, axes]
+  int64_t position_batch_stride;  // 0 when shared
+  const float *cos, *sin;         // tables; null = angles from positions
   int64_t table_batch_stride, table_head_stride, table_token_stride;
 };
 

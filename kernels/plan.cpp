@@ -24,9 +24,7 @@ ForwardPlan plan_attention_forward(const AttentionForwardParams& params, const G
   const AttentionSizes& sizes = params.sizes;
   if (gpu.capability == 90 && attention_forward_sm90_supports(params)) {
     const Sm90ForwardTile tile = sm90_forward_tile(sizes.head_dim, sizes.num_queries);
-    return {true,
-            {tile.queries, tile.keys},
-            attention_forward_sm90_splits(sizes, gpu.num_sms)};
+    return {true, {tile.queries, tile.keys}, attention_forward_sm90_splits(sizes, gpu.num_sms)};
   }
 
   const int padded = padded_head_dim(sizes.head_dim);
@@ -40,16 +38,17 @@ ForwardPlan plan_attention_forward(const AttentionForwardParams& params, const G
   const int tile_keys = forward_tile_keys(is_half(params.dtype), padded, tile_queries);
 
   // Too few query tiles to fill the GPU: split the keys, but leave each block four key tiles.
-  const int64_t blocks =
-      std::max<int64_t>(1, heads * ceil_div(sizes.num_queries, tile_queries));
+  const int64_t blocks = std::max<int64_t>(1, heads * ceil_div(sizes.num_queries, tile_queries));
   const int64_t possible = std::clamp(ceil_div(sizes.num_keys, tile_keys) / 4, 1, 64);
   const int64_t splits = std::clamp<int64_t>(2 * gpu.num_sms / blocks, 1, possible);
   return {false, {tile_queries, tile_keys}, static_cast<int>(splits)};
 }
 
 std::string describe(const ForwardPlan& plan) {
-  return std::string(plan.use_sm90 ? "sm90" : "portable") + ", tile " + std::to_string(plan.tile.queries) + " x " + std::to_string(plan.tile.keys) +
-         ", keys split " + std::to_string(plan.num_splits) + (plan.num_splits == 1 ? " way" : " ways");
+  return std::string(plan.use_sm90 ? "sm90" : "portable") + ", tile " +
+         std::to_string(plan.tile.queries) + " x " + std::to_string(plan.tile.keys) +
+         ", keys split " + std::to_string(plan.num_splits) +
+         (plan.num_splits == 1 ? " way" : " ways");
 }
 
 }  // namespace frx

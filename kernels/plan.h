@@ -37,9 +37,9 @@ constexpr int forward_tile_keys(bool is_half, int padded_dim, int tile_queries) 
 }
 
 // Reads sizes, dtype and which modifiers are present; pointers are compared with null only.
-// Up to so many keys the backward sums each row of weights and weight gradients before it uses them,
-// instead of taking rowsum(dout * o) for the latter: o was rounded, and with few keys that error,
-// common to a whole row, is the largest there is. Two products more.
+// Up to so many keys the backward sums each row of weights and weight gradients before it uses
+// them, instead of taking rowsum(dout * o) for the latter: o was rounded, and with few keys that
+// error, common to a whole row, is the largest there is. Two products more.
 constexpr int kMaxRowSumKeys = 1024;
 
 ForwardPlan plan_attention_forward(const AttentionForwardParams& params, const Gpu& gpu);

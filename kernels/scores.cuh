@@ -24,8 +24,9 @@ __device__ __forceinline__ float exp2_approx(float x) {
   return y;
 }
 
-// Scores are kept in units of 1 / kScoreUnit. 16-bit inputs: log 2, which saves a product an element.
-// fp32: natural, so that only the difference to the maximum, small where it matters, is rounded again.
+// Scores are kept in units of 1 / kScoreUnit. 16-bit inputs: log 2, which saves a product an
+// element. fp32: natural, so that only the difference to the maximum, small where it matters, is
+// rounded again.
 template <class Element>
 constexpr float kScoreUnit = sizeof(Element) == 2 ? kLog2e : 1.f;
 
@@ -122,8 +123,7 @@ struct HeadScores {
 
   // The score in units; -inf where the key is removed, whatever the product holds.
   __device__ __forceinline__ float score(float product, int query, int key) const {
-    if (query >= num_queries ||
-        key >= keys_visible(query, num_queries, key_count, is_causal)) {
+    if (query >= num_queries || key >= keys_visible(query, num_queries, key_count, is_causal)) {
       return negative_infinity();
     }
     if (key_keep != nullptr && !key_keep[key]) return negative_infinity();
@@ -165,9 +165,9 @@ __device__ __forceinline__ void apply_modifiers(float (&s)[kNT][4], const HeadSc
   }
 }
 
-// Calls use(n, i, keep) for the elements of accumulator tiles n and n + 1 (n even). `row` is g beyond
-// a multiple of 16 and `column` 2t beyond one, so a thread's elements fill whole Philox groups and
-// which of a group's words an element takes is known at compile time (see dropout.cuh).
+// Calls use(n, i, keep) for the elements of accumulator tiles n and n + 1 (n even). `row` is g
+// beyond a multiple of 16 and `column` 2t beyond one, so a thread's elements fill whole Philox
+// groups and which of a group's words an element takes is known at compile time (see dropout.cuh).
 template <bool kTransposed, class Use>
 __device__ __forceinline__ void draw_dropout(const HeadScores& scores, int n, int row, int column,
                                              Use use) {

@@ -1,13 +1,13 @@
-// A [rows, kD] tile in shared memory, swizzled in 16-byte chunks so that ldmatrix and row copies are
-// free of bank conflicts, and its asynchronous fill from global memory.
+// A [rows, kD] tile in shared memory, swizzled in 16-byte chunks so that ldmatrix and row copies
+// are free of bank conflicts, and its asynchronous fill from global memory.
 #pragma once
 
 #include <cstdint>
 
 namespace frx {
 
-// The same value, but opaque to the compiler: addresses derived from it inside a loop stay in the loop
-// instead of being hoisted into registers that the accumulators need.
+// The same value, but opaque to the compiler: addresses derived from it inside a loop stay in the
+// loop instead of being hoisted into registers that the accumulators need.
 __device__ __forceinline__ int opaque(int x) {
   asm volatile("" : "+r"(x));
   return x;
@@ -16,7 +16,7 @@ __device__ __forceinline__ int opaque(int x) {
 template <class Element, int kD>
 struct SmemTile {
   static constexpr int kChunkElements = 16 / sizeof(Element);
-  static constexpr int kChunks = kD / kChunkElements;  // 16-byte chunks a row
+  static constexpr int kChunks = kD / kChunkElements;                // 16-byte chunks a row
   static constexpr int kRowsALine = kChunks >= 8 ? 1 : 8 / kChunks;  // rows that share 128 bytes
   static_assert(kChunks >= 2 && (kChunks & (kChunks - 1)) == 0, "a row is 2^n chunks");
 

@@ -18,8 +18,8 @@ def problems(draw: st.DrawFn, largest: int = 80, dtypes: tuple[str, ...] = ("fp3
         if name not in ("sizes", "heads", "D")
     }
     tokens = st.integers(1, largest)
-    # A query that sees one key has score gradients of 0 in exact arithmetic, where a ratio of errors
-    # says nothing: some keys must survive the masks. The properties cover the rest.
+    # A query that sees one key has score gradients of 0 in exact arithmetic, where a ratio of
+    # errors says nothing: some keys must survive the masks. The properties cover the rest.
     choice["sizes"] = draw(st.tuples(st.integers(1, 4), tokens, st.integers(8, largest)))
     choice["heads"] = draw(st.sampled_from(HEADS))
     choice["D"] = draw(st.sampled_from((8, 15, 16, 24, 30, 32, 40, 64, 72, 80, 96, 128, 136, 256)))

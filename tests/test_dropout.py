@@ -145,4 +145,3 @@ def test_expectation_is_the_undropped_output(target: Target) -> None:
     # Six standard errors of the mean, as the draws themselves show them, on every element.
     error = (draws.mean(0) - want).abs()
     assert bool((error <= 6 * draws.std(0) / len(draws) ** 0.5 + 1e-3).all()), error.max()
-    

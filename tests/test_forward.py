@@ -173,7 +173,10 @@ def test_lse_is_the_log_of_the_sum_of_exponentials(target: Target) -> None:
     inputs = small(target.device, lse=True, bias="b1qk", mask="rows", lengths="ragged")
     _, plain = forward(inputs, target.path)
     _, dropped = forward(inputs, target.path, dropout_p=0.7)
-    assert torch.equal(plain, dropped)
+    if target.path == "auto":  # dropout takes another kernel, which adds in another order
+        assert_tensor_near(dropped, plain)
+    else:
+        assert torch.equal(plain, dropped)
     bias = inputs.leaves["attn_bias"]
     _, shifted = forward(inputs, target.path, attn_bias=bias + 3.0)
     assert_tensor_near(shifted, plain + 3.0)
