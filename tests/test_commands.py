@@ -152,7 +152,7 @@ def test_rows_for_a_cpu_are_few_and_peers_are_comparable() -> None:
 def test_bench_measures_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("rich")
     file = tmp_path / "bench.json"
-    sizes = "--batch 1 --tq 8 --tk 8 --dim 16 --heads 2 --dtype fp32 --device cpu --no-compile"
+    sizes = "--batch 1 --tq 8 --tk 8 --dim 16 --heads 2 --dtype fp32 --device cpu --compile none"
     assert "own sizes" in run(capsys, "bench", "own", *sizes.split(), "--json", str(file))
     (row,) = json.loads(file.read_text())["bench"]
     assert set(row["passes"]) == {"forward", "forward+backward"}

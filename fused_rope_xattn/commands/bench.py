@@ -33,7 +33,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"problems: {', '.join(ROWS)}, or '{OWN}' for the sizes below; default: those that"
         " suit the device",
     )
-    parser.add_argument("--no-compile", action="store_true", help="leave out torch.compile (slow)")
+    parser.add_argument(
+        "--compile",
+        choices=("all", "best", "none"),
+        default="all",
+        help="which eager blocks torch.compile gets too (each takes a while)",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything measured")
     parser.add_argument("--seed", type=int, help="of the random inputs (default: another each run)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -52,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     need("bench", "numpy", "rich")
     device = torch.device(args.device)
     seed = fresh_seed() if args.seed is None else args.seed
-    rows = measure_all(_cases(args, device), device, compile=not args.no_compile, seed=seed)
+    rows = measure_all(_cases(args, device), device, compile=args.compile, seed=seed)
     console().print(speed_table(line for row in rows for line in lines_of(row)))
     if args.json:
         found = {"environment": environment(), "seed": seed, "bench": rows}
@@ -61,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def measure_all(
-    cases: Iterable[Case], device: torch.device, *, compile: bool, seed: int
+    cases: Iterable[Case], device: torch.device, *, compile: str, seed: int
 ) -> list[dict[str, Any]]:
     """Measure one problem after the other behind a progress bar."""
     cases, rows = list(cases), []

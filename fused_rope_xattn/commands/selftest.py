@@ -56,7 +56,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tests", type=Path, metavar="DIR", help="with --record: also run the GPU tests of DIR"
     )
     parser.add_argument(
-        "--no-compile", action="store_true", help="with --record: leave out torch.compile (slow)"
+        "--compile",
+        choices=("all", "best", "none"),
+        default="all",
+        help="with --record: which eager blocks torch.compile gets too (each takes a while)",
     )
 
 
@@ -72,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
         _explain(check)
 
     cases = rows_for(device) if args.record else [ROWS[name] for name in QUICK_ROWS]
-    compile = bool(args.record) and not args.no_compile
+    compile = args.compile if args.record else "none"
     rows = measure_all(cases, device, compile=compile, seed=seed)
     screen.print(speed_table(line for row in rows for line in lines_of(row)))
     slow = _too_slow(rows) if device.type == "cuda" else []
@@ -81,9 +84,11 @@ def run(args: argparse.Namespace) -> int:
 
     tests_failed = False
     if args.record:
-        tests = run_tests(args.tests) if args.tests else None
-        tests_failed = bool(tests and tests["failed"])
-        write_record(args.record, device, seed, checks, rows, tests)
+        write_record(args.record, device, seed, checks, rows, tests=None)
+        if args.tests:
+            tests = run_tests(args.tests)
+            tests_failed = bool(tests["failed"])
+            write_record(args.record, device, seed, checks, rows, tests)
     return int(bool(failed or slow or tests_failed))
 
 

@@ -52,15 +52,19 @@ def passes_of(case: Case) -> tuple[str, ...]:
     return ("forward",) if case.projected else ("forward", "forward+backward")
 
 
-def steps_of(case: Case, compile: bool) -> int:
+def steps_of(case: Case, compile: str) -> int:
     """How often ``measure`` reports."""
-    return len(peers_of(case, compile)) + 2
+    eager = len(peers_of(case, compile=False))
+    return 2 + eager + {"all": eager, "best": min(eager, 1), "none": 0}[compile]
 
 
 def measure(
-    case: Case, device: torch.device, *, compile: bool, seed: int, report: Report
+    case: Case, device: torch.device, *, compile: str, seed: int, report: Report
 ) -> dict[str, Any]:
-    """Plain data about one problem; ``report`` is told what comes next."""
+    """Plain data about one problem; ``report`` is told what comes next.
+
+    ``compile``: which eager blocks ``torch.compile`` gets too: all, the best of them, or none.
+    """
     report(OURS)
     inputs = draw_inputs(case, device, seed)
     ours = _our_block(inputs)
@@ -68,13 +72,36 @@ def measure(
     with tf32(case.dtype == "tf32"):
         for direction in passes_of(case):
             passes[direction] = {OURS: _timing(ours, inputs, direction, device)}
-        for peer in peers_of(case, compile):
-            report(peer.name)
-            for direction, result in _peer_timings(peer, inputs, ours, device).items():
-                passes[direction][peer.name] = result
+        context = (inputs, ours, device, report)
+        _add_peers(passes, peers_of(case, compile=False), *context)
+        _add_peers(passes, _compiled_peers(case, compile, passes), *context)
     report("accuracy")
-    del inputs, ours
+    del inputs, ours, context
     return {"case": asdict(case), "passes": passes, "accuracy": accuracy(case, device, seed=seed)}
+
+
+def _add_peers(
+    passes: dict[str, dict[str, Any]],
+    peers: list[Peer],
+    inputs: Inputs,
+    ours: Block,
+    device: torch.device,
+    report: Report,
+) -> None:
+    for peer in peers:
+        report(peer.name)
+        for direction, result in _peer_timings(peer, inputs, ours, device).items():
+            passes[direction][peer.name] = result
+
+
+def _compiled_peers(case: Case, compile: str, passes: dict[str, dict[str, Any]]) -> list[Peer]:
+    compiled = [peer for peer in peers_of(case, compile=True) if peer.compiled]
+    if compile == "all":
+        return compiled
+    forward = passes["forward"]
+    timed = [p for p in compiled if "us" in forward[p._replace(compiled=False).name]]
+    timed.sort(key=lambda p: forward[p._replace(compiled=False).name]["us"])
+    return timed[:1] if compile == "best" else []
 
 
 def accuracy(
