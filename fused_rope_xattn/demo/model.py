@@ -10,7 +10,7 @@ from .photographs import GRID, PIXELS, Pairs
 
 TOKENS = GRID * GRID
 ROPE = RoPE(base=100.0, axes=2, interleaved=False)  # as in CroCo
-SAME_PLACE = 3.0  # against contents of about 0.6
+SAME_PLACE = 5.0  # against contents of about 0.6
 
 
 class Block(nn.Module):
@@ -22,7 +22,6 @@ class Block(nn.Module):
         self.self_attention = FusedRoPECrossAttention(dim, heads, rope=ROPE, bias=True)
         if cross:
             self.norm_query = nn.LayerNorm(dim)
-            self.norm_memory = nn.LayerNorm(dim)
             self.cross_attention = FusedRoPECrossAttention(dim, heads, rope=ROPE, bias=True)
             self._look_at_the_same_place()
         self.norm_mlp = nn.LayerNorm(dim)
@@ -43,11 +42,9 @@ class Block(nn.Module):
         y = self.norm_self(x)
         x = x + self.self_attention(y, y, q_positions=positions, k_positions=positions)
         if memory is not None:
+            # The memory is not normed: that would take away how light and how sharp a patch is.
             x = x + self.cross_attention(
-                self.norm_query(x),
-                self.norm_memory(memory),
-                q_positions=positions,
-                k_positions=memory_positions,
+                self.norm_query(x), memory, q_positions=positions, k_positions=memory_positions
             )
         out: Tensor = x + self.mlp(self.norm_mlp(x))
         return out
@@ -74,7 +71,7 @@ class CompletionModel(nn.Module):
         self.encoder = nn.ModuleList(Block(dim, heads) for _ in range(encoder_depth))
         self.mask_token = nn.Parameter(0.02 * torch.randn(dim))
         self.decoder = nn.ModuleList(Block(dim, heads, cross=True) for _ in range(decoder_depth))
-        self.head = nn.Sequential(nn.LayerNorm(dim), nn.Linear(dim, PIXELS))
+        self.head = nn.Linear(dim, PIXELS)
         axis = torch.arange(GRID, dtype=torch.float32)
         grid = torch.stack(torch.meshgrid(axis, axis, indexing="ij"), dim=-1).flatten(0, 1)
         self.register_buffer("grid", grid, persistent=False)
