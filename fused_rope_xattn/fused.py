@@ -21,7 +21,7 @@ WIDTH_MULTIPLE = 8
 # what the launches cost.
 LARGEST_TILES = 264  # of TILE_QUERIES rows of one head: two for each multiprocessor
 TILE_QUERIES = 64
-LARGEST_KEYS = 2048
+LARGEST_KEYS = 512
 LARGEST_PROJECTIONS = 2**29  # multiplications, all projections together
 
 

@@ -52,6 +52,7 @@ def run(args: argparse.Namespace) -> int:
     print(
         f"Complete {args.mask_ratio:.0%} of a crop of {photographs.CROP}x{photographs.CROP} pixels"
         f" from a second crop, up to {photographs.MAX_SHIFT} pixels away.\n"
+        "RoPE positions place the tokens of both crops in one plane: the shift is known.\n"
         f"Training photographs: {', '.join(photographs.TRAINING)}.\n"
         f"Held-out photographs: {', '.join(photographs.HELD_OUT)}.\n"
     )
