@@ -8,41 +8,15 @@
 //
 // One kernel serves dq and dk/dv: a block keeps 16 rows a warp of one side (queries, or keys) and
 // streams tiles of the other, so that weights and score gradients go from accumulators straight
-// into the next product. A second kernel sums ds over whatever the bias was broadcast over.
+// into the next product. attention_bias_gradient.cuh has the kernel of dbias.
 #pragma once
 
-#include <type_traits>
-
+#include "attention_backward_parts.cuh"
+#include "attention_bias_gradient.cuh"
 #include "launch.h"
-#include "mma.cuh"
-#include "params.h"
 #include "plan.h"
-#include "scores.cuh"
-#include "tile.cuh"
 
 namespace frx {
-
-// Tiles bounded by 255 registers a thread and 99 KB of shared memory a block.
-template <class Op, int kD>
-struct BackwardShape {
-  using Element = typename Op::Element;
-  using Tile = SmemTile<Element, kD>;
-  static constexpr bool kHalf = sizeof(Element) == 2;
-  static constexpr int kRowWarps = !kHalf && kD == 256 ? 2 : 4;
-  static constexpr int kRows = 16 * kRowWarps;  // of the side that stays
-  static constexpr int kColumns =               // of the side that streams
-      kHalf ? (kD <= 64 ? 64 : 32) : (kD == 256 || (Op::kSplits && kD >= 64) ? 16 : 32);
-  static constexpr int kStages = kD == 256 || (!kHalf && kD == 128) ? 1 : 2;
-  static constexpr int kScoreTiles = kColumns / 8;
-};
-
-// What the forward left of each query of a tile.
-template <int kQueries>
-struct RowStatistics {
-  float lse[kQueries];  // in score units
-  float delta[kQueries];
-  float weight_scale[kQueries];
-};
 
 template <class Op, int kD, bool kKeySide>
 struct BackwardSideShape : BackwardShape<Op, kD> {
@@ -66,80 +40,6 @@ struct BackwardSideShape : BackwardShape<Op, kD> {
   };
 };
 
-// lse is +inf where the row has no key or does not exist: its weights become exp(-inf) = 0.
-template <class Element, int kThreads, int kQueries>
-__device__ __forceinline__ void load_row_statistics(RowStatistics<kQueries>& rows,
-                                                    const AttentionBackwardParams& p,
-                                                    int64_t batch_head, int first_query) {
-  for (int i = threadIdx.x; i < kQueries; i += kThreads) {
-    const int query = first_query + i;
-    const int64_t row = batch_head * p.sizes.num_queries + query;
-    const bool exists = query < p.sizes.num_queries;
-    const float lse = exists ? p.lse[row] : negative_infinity();
-    rows.lse[i] = lse == negative_infinity() ? -negative_infinity() : lse * kScoreUnit<Element>;
-    rows.delta[i] = exists ? p.delta[row] : 0.f;
-    rows.weight_scale[i] = exists && p.weight_scale != nullptr ? p.weight_scale[row] : 1.f;
-  }
-}
-
-// The query, counted from the tile's first, of element (n, i) of the accumulators.
-template <bool kTransposed>
-__device__ __forceinline__ int local_query(int n, int i, int row, int column, int first_query) {
-  return (kTransposed ? column + 8 * n + i % 2 : row + 8 * (i / 2)) - first_query;
-}
-
-// In: p = q.k. Out: p = weights. Rows are queries, or keys when kTransposed.
-template <class Element, bool kTransposed, int kNT, int kQueries>
-__device__ __forceinline__ void weights_of_products(float (&p)[kNT][4], const HeadScores& scores,
-                                                    const RowStatistics<kQueries>& rows, int row,
-                                                    int column, int first_query, bool plain) {
-  apply_modifiers<kTransposed>(p, scores, row, column, plain);
-#pragma unroll
-  for (int n = 0; n < kNT; ++n) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int query = local_query<kTransposed>(n, i, row, column, first_query);
-      p[n][i] = weight_of<Element>(p[n][i] - rows.lse[query]) * rows.weight_scale[query];
-    }
-  }
-}
-
-// In: p = weights, ds = dout.v. Out: p = weights after dropout, ds = gradient of the scores.
-template <bool kTransposed, int kNT, int kQueries>
-__device__ __forceinline__ void gradients_of_scores(float (&p)[kNT][4], float (&ds)[kNT][4],
-                                                    const HeadScores& scores,
-                                                    const RowStatistics<kQueries>& rows, int row,
-                                                    int column, int first_query) {
-  auto delta = [&](int n, int i) {
-    return rows.delta[local_query<kTransposed>(n, i, row, column, first_query)];
-  };
-  if (!scores.has_dropout) {
-#pragma unroll
-    for (int n = 0; n < kNT; ++n) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) ds[n][i] = p[n][i] * (ds[n][i] - delta(n, i));
-    }
-    return;
-  }
-#pragma unroll
-  for (int n = 0; n < kNT; n += 2) {
-    draw_dropout<kTransposed>(scores, n, row, column, [&](int tile, int i, bool keep) {
-      const float weight = p[tile][i];
-      const float dweight = keep ? ds[tile][i] * scores.keep_scale : 0.f;
-      ds[tile][i] = weight * (dweight - delta(tile, i));
-      p[tile][i] = keep ? weight * scores.keep_scale : 0.f;
-    });
-  }
-}
-
-// A tile needs no bounds or masks when every query of it sees every key of it.
-__device__ __forceinline__ bool is_plain_tile(const HeadScores& scores, int first_query,
-                                              int queries, int first_key, int keys) {
-  return scores.is_plain() && first_query + queries <= scores.num_queries &&
-         first_key + keys <=
-             keys_visible(first_query, scores.num_queries, scores.key_count, scores.is_causal);
-}
-
 template <class Element, int kOutTiles>
 __device__ __forceinline__ void store_rows(const HeadsView& view, int64_t b, int h,
                                            const float (&c)[kOutTiles][4], float factor,
@@ -158,20 +58,6 @@ __device__ __forceinline__ void store_rows(const HeadsView& view, int64_t b, int
              c[n][2 * half + 1] * factor);
     }
   }
-}
-
-// Loads matching tiles of two [B, T, H, D] tensors (q and dout, or k and v).
-template <int kRows, int kThreads, class Tile, class RowExists>
-__device__ __forceinline__ void load_pair(Tile tile_1, Tile tile_2, const HeadsView& view_1,
-                                          const HeadsView& view_2, int64_t b, int h, int first_row,
-                                          int head_dim, RowExists row_exists) {
-  using Element = std::remove_pointer_t<decltype(tile_1.data)>;
-  load_tile<kRows, kThreads>(
-      tile_1, head_of<Element>(view_1, b, h) + first_row * view_1.token_stride, view_1.token_stride,
-      head_dim, [&](int row) { return row_exists(first_row + row); });
-  load_tile<kRows, kThreads>(
-      tile_2, head_of<Element>(view_2, b, h) + first_row * view_2.token_stride, view_2.token_stride,
-      head_dim, [&](int row) { return row_exists(first_row + row); });
 }
 
 template <class Op, int kD, bool kKeySide>
@@ -290,119 +176,6 @@ __global__ __launch_bounds__(
   }
 }
 
-template <class Op, int kD>
-struct SingleStageShape : BackwardShape<Op, kD> {
-  using Base = BackwardShape<Op, kD>;
-  using Element = typename Op::Element;
-  static constexpr int kThreads = 32 * Base::kRowWarps;
-  struct SharedStorage {
-    alignas(16) Element q[Base::kRows * kD];
-    alignas(16) Element dout[Base::kRows * kD];
-    alignas(16) Element k[Base::kColumns * kD];
-    alignas(16) Element v[Base::kColumns * kD];
-    RowStatistics<Base::kRows> rows;
-  };
-  static_assert(sizeof(SharedStorage) >= sizeof(float) * Base::kRows * Base::kColumns,
-                "the sum over a tile reuses the tiles' memory");
-};
-
-// dbias of one tile of the bias: walks over every (batch, head, query tile) that the bias's
-// elements were broadcast to and sums ds in registers. Axes of size 1 have stride 0; the key axis
-// is whole (ops.py knows the gradient of a bias without one).
-template <class Op, int kD>
-__global__ __launch_bounds__(
-    SingleStageShape<Op, kD>::kThreads,
-    1) void attention_bias_gradient_kernel(const __grid_constant__ AttentionBackwardParams p) {
-  using Shape = SingleStageShape<Op, kD>;
-  using Element = typename Op::Element;
-  using Tile = typename Shape::Tile;
-  constexpr int kRows = Shape::kRows, kColumns = Shape::kColumns, kThreads = Shape::kThreads;
-
-  extern __shared__ char smem[];
-  auto& shared = *reinterpret_cast<typename Shape::SharedStorage*>(smem);
-  const Tile q_tile{shared.q}, dout_tile{shared.dout}, k_tile{shared.k}, v_tile{shared.v};
-
-  // Which tile of the bias; a summed axis counts as one tile
-  const AttentionSizes& sizes = p.sizes;
-  const int q_tiles = (sizes.num_queries + kRows - 1) / kRows;
-  const int k_tiles = (sizes.num_keys + kColumns - 1) / kColumns;
-  const bool sum_batch = p.dbias.batch_stride == 0, sum_heads = p.dbias.head_stride == 0;
-  const bool sum_queries = p.dbias.query_stride == 0;
-  int64_t block = blockIdx.x;
-  const int first_key = static_cast<int>(block % k_tiles) * kColumns;
-  block /= k_tiles;
-  const int q_tile_index = sum_queries ? 0 : block % q_tiles;
-  if (!sum_queries) block /= q_tiles;
-  const int bias_head = sum_heads ? 0 : block % sizes.num_heads;
-  if (!sum_heads) block /= sizes.num_heads;
-  const int64_t bias_batch = block;
-
-  const int warp_row = threadIdx.x / 32 * 16;
-  const int group = sizes.num_heads / sizes.num_kv_heads;
-  float sum[Shape::kScoreTiles][4] = {};
-
-  for (int64_t b = bias_batch; b < (sum_batch ? sizes.batch : bias_batch + 1); ++b) {
-    for (int h = bias_head; h < (sum_heads ? sizes.num_heads : bias_head + 1); ++h) {
-      const HeadScores scores(sizes, p.scores, b, h, kScoreUnit<Element>);
-      for (int qt = q_tile_index; qt < (sum_queries ? q_tiles : q_tile_index + 1); ++qt) {
-        const int first_query = qt * kRows;
-        __syncthreads();  // every warp is done with the previous tiles
-        load_pair<kRows, kThreads>(q_tile, dout_tile, p.q, p.dout, b, h, first_query,
-                                   sizes.head_dim,
-                                   [&](int query) { return query < sizes.num_queries; });
-        load_row_statistics<Element, kThreads>(shared.rows, p, scores.batch_head, first_query);
-        load_pair<kColumns, kThreads>(k_tile, v_tile, p.k, p.v, b, h / group, first_key,
-                                      sizes.head_dim,
-                                      [&](int key) { return scores.key_exists(key); });
-        commit_copies();
-        wait_copies<0>();
-        __syncthreads();  // this pair of tiles is here
-
-        const int lane = opaque(threadIdx.x % 32);
-        float weights[1][Shape::kScoreTiles][4] = {}, ds[1][Shape::kScoreTiles][4] = {};
-        multiply_rows<Op, 1, Shape::kScoreTiles, kD>(weights, q_tile, warp_row, k_tile, lane);
-        multiply_rows<Op, 1, Shape::kScoreTiles, kD>(ds, dout_tile, warp_row, v_tile, lane);
-        const int row = first_query + warp_row + lane / 4, column = first_key + 2 * (lane % 4);
-        weights_of_products<Element, false>(weights[0], scores, shared.rows, row, column,
-                                            first_query, false);
-        gradients_of_scores<false>(weights[0], ds[0], scores, shared.rows, row, column,
-                                   first_query);
-#pragma unroll
-        for (int n = 0; n < Shape::kScoreTiles; ++n) {
-#pragma unroll
-          for (int i = 0; i < 4; ++i) sum[n][i] += ds[0][n][i];
-        }
-      }
-    }
-  }
-
-  // Sum the tile's rows where the bias has only one of them
-  __syncthreads();  // the tiles' memory is free
-  float* tile_sum = reinterpret_cast<float*>(smem);
-  const int lane = threadIdx.x % 32;
-#pragma unroll
-  for (int n = 0; n < Shape::kScoreTiles; ++n) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int row = warp_row + lane / 4 + 8 * (i / 2), column = 8 * n + 2 * (lane % 4) + i % 2;
-      tile_sum[row * kColumns + column] = sum[n][i];
-    }
-  }
-  __syncthreads();  // the whole tile is written
-  for (int i = threadIdx.x; i < (sum_queries ? 1 : kRows) * kColumns; i += kThreads) {
-    const int row = i / kColumns, column = i % kColumns;
-    const int query = q_tile_index * kRows + row, key = first_key + column;
-    if (query >= sizes.num_queries || key >= sizes.num_keys) continue;
-    float total = 0.f;
-    for (int r = row; r < (sum_queries ? kRows : row + 1); ++r) {
-      total += tile_sum[r * kColumns + column];
-    }
-    const int64_t index = bias_batch * p.dbias.batch_stride + bias_head * p.dbias.head_stride +
-                          query * p.dbias.query_stride + key * p.dbias.key_stride;
-    store_float(p.dbias.data, index, total, p.scores.bias_dtype);
-  }
-}
-
 template <class Op, int kD, bool kKeySide>
 void launch_backward_side(const AttentionBackwardParams& p, cudaStream_t stream) {
   using Shape = BackwardSideShape<Op, kD, kKeySide>;
@@ -412,19 +185,6 @@ void launch_backward_side(const AttentionBackwardParams& p, cudaStream_t stream)
   launch(attention_backward_kernel<Op, kD, kKeySide>,
          kKeySide ? "attention_backward_keys" : "attention_backward_queries", blocks,
          Shape::kThreads, sizeof(typename Shape::SharedStorage), stream, p);
-}
-
-template <class Op, int kD>
-void launch_bias_gradient(const AttentionBackwardParams& p, cudaStream_t stream) {
-  using Shape = SingleStageShape<Op, kD>;
-  const AttentionSizes& sizes = p.sizes;
-  const int64_t q_tiles = (sizes.num_queries + Shape::kRows - 1) / Shape::kRows;
-  const int64_t k_tiles = (sizes.num_keys + Shape::kColumns - 1) / Shape::kColumns;
-  const int64_t blocks = (p.dbias.batch_stride == 0 ? 1 : sizes.batch) *
-                         (p.dbias.head_stride == 0 ? 1 : sizes.num_heads) *
-                         (p.dbias.query_stride == 0 ? 1 : q_tiles) * k_tiles;
-  launch(attention_bias_gradient_kernel<Op, kD>, "attention_bias_gradient", blocks, Shape::kThreads,
-         sizeof(typename Shape::SharedStorage), stream, p);
 }
 
 template <class Op, int kD>

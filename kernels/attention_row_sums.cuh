@@ -7,7 +7,9 @@
 // the rounded o nor the rounded lse of the forward would give. A row without keys gets delta 0.
 #pragma once
 
-#include "attention_backward.cuh"
+#include "attention_backward_parts.cuh"
+#include "launch.h"
+#include "plan.h"
 
 namespace frx {
 

@@ -3,6 +3,7 @@
 
 #include <cuda_runtime.h>
 
+#include "block_backward_params.h"
 #include "block_params.h"
 #include "params.h"
 
@@ -11,6 +12,7 @@ namespace frx {
 void run_attention_forward(const AttentionForwardParams& params, cudaStream_t stream);
 void run_attention_backward(const AttentionBackwardParams& params, cudaStream_t stream);
 void run_block_forward(const BlockForwardParams& params, cudaStream_t stream);
+void run_block_backward(const BlockBackwardParams& params, cudaStream_t stream);
 void run_norm_rope(const NormRopeParams& params, cudaStream_t stream);
 void run_norm_rope_backward(const NormRopeParams& params, cudaStream_t stream);
 
