@@ -6,7 +6,10 @@
 #include <utility>
 #include <vector>
 
+#include "block_params.h"
+#include "divisor.h"
 #include "dropout.cuh"
+#include "dropout_bits.cuh"
 #include "mask.cuh"
 #include "norm_rope_plan.h"
 #include "rope.cuh"
@@ -38,7 +41,27 @@ py::list unit_places(int num_units, int head_dim, int rotary_dim, int axes, bool
   return places;
 }
 
+// The final bits of a warp's 32 threads for 16 rows and 64 columns, as the kernels make them.
+template <bool kTransposed>
+std::vector<uint32_t> warp_dropout_bits(uint64_t seed, uint64_t batch_head, uint32_t threshold,
+                                        uint32_t row_block, uint32_t column_block) {
+  std::vector<uint32_t> own(32), bits(32);
+  for (int lane = 0; lane < 32; ++lane) {
+    const DropoutLane<kTransposed> draws(seed, batch_head, threshold, lane / 4, lane % 4);
+    own[lane] = draws.template draw_bits<4>(row_block, column_block);
+  }
+  for (int lane = 0; lane < 32; ++lane) {
+    bits[lane] = kTransposed ? exchange_bits(own[lane], own[lane ^ 4], lane / 4) : own[lane];
+  }
+  return bits;
+}
+
 void bind_dropout(py::module_& m) {
+  m.def("dropped_flags", py::vectorize([](uint32_t draws, uint32_t keep_threshold) {
+          return dropped_flags(draws, drop_test(keep_threshold));
+        }));
+  m.def("warp_dropout_bits", &warp_dropout_bits<false>);
+  m.def("warp_dropout_bits_transposed", &warp_dropout_bits<true>);
   m.def("philox", &philox_words);
   m.def("dropout_keep", py::vectorize([](uint64_t seed, uint64_t batch_head, uint32_t query,
                                          uint32_t key, uint32_t keep_threshold) {
@@ -104,6 +127,24 @@ void bind_norm_rope_plan(py::module_& m) {
   m.def("unit_places_scalar", &unit_places<1>);
 }
 
+void bind_block(py::module_& m) {
+  m.def("quotient", [](int32_t dividend, int32_t divisor) {
+    return quotient(dividend, make_divisor(divisor));
+  });
+  // Rows of a tile, tiles of each projection.
+  m.def("plan_projections", [](const std::vector<std::pair<int32_t, int32_t>>& rows_and_columns,
+                               int tile_columns, int num_sms, bool is_fp32) {
+    ProjectionGroup group{};
+    for (const auto& [rows, columns] : rows_and_columns) {
+      group.members[group.count].rows = rows;
+      group.members[group.count++].columns = columns;
+    }
+    plan_projections(group, tile_columns, num_sms, is_fp32);
+    return std::make_pair(group.tile_rows,
+                          std::vector<int32_t>(group.tiles, group.tiles + group.count));
+  });
+}
+
 }  // namespace
 }  // namespace frx
 
@@ -112,4 +153,5 @@ PYBIND11_MODULE(helpers, m) {
   frx::bind_mask(m);
   frx::bind_rope(m);
   frx::bind_norm_rope_plan(m);
+  frx::bind_block(m);
 }

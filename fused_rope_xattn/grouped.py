@@ -1,0 +1,102 @@
+"""Projections of queries, keys and values as one launch: which of them it takes, and the call.
+
+On Hopper a projection that is rotated needs no product in fp32 between two kernels: bias and
+rotation happen on the accumulators. What the kernel does not take goes the other way, one by one:
+see :func:`.split.project_forward`.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from . import ops
+from .config import NORM_NONE
+from .ops import HeadsProjection, TurningTensors
+
+if TYPE_CHECKING:
+    from .split import Projection
+
+CAPABILITY = (9, 0)
+DTYPES = (torch.float16, torch.bfloat16)
+WIDTH_MULTIPLE = 8  # of depth and columns, 16 bytes
+HALF_WIDTH_MULTIPLE = 8  # of what lies between the members of a pair of halves
+LARGEST_HEAD_DIM = 256
+MOST_AXES = 3
+
+
+def obstacle(p: Projection) -> str | None:
+    """Why the grouped kernel cannot take a projection on a Hopper, None if it can."""
+    if p.weight is None:
+        return "it is projected already"
+    if p.norm.kind != NORM_NONE:
+        return "it has a norm"
+    if p.x.dtype not in DTYPES or p.weight.dtype != p.x.dtype:
+        return "it is not of one half type"
+    if p.bias is not None and p.bias.dtype != p.x.dtype:
+        return "its bias has another type"
+    columns, depth = p.weight.shape
+    head_dim = columns // p.num_heads
+    if depth == 0 or depth % WIDTH_MULTIPLE or head_dim % WIDTH_MULTIPLE:
+        return f"a width is no multiple of {WIDTH_MULTIPLE}"
+    if head_dim == 0 or head_dim > LARGEST_HEAD_DIM:
+        return f"its head dim is not within 1 and {LARGEST_HEAD_DIM}"
+    return _rotation_obstacle(p)
+
+
+def _rotation_obstacle(p: Projection) -> str | None:
+    rotary_dim, interleaved, axes, _, base = p.rotation
+    if rotary_dim == 0:
+        return None
+    if not interleaved and rotary_dim // (2 * axes) % HALF_WIDTH_MULTIPLE:
+        return f"its halves are no multiples of {HALF_WIDTH_MULTIPLE} dims"
+    if p.cos is None and axes > MOST_AXES:
+        return f"it has more than {MOST_AXES} axes"
+    if p.positions is not None and p.positions.is_floating_point() and base < 1:
+        return "it has fractional positions and a base below 1"
+    return None
+
+
+def is_taken(p: Projection) -> bool:
+    """Whether the grouped kernel can compute ``p``."""
+    return p.x.is_cuda and _is_hopper(p.x.device.index) and obstacle(p) is None
+
+
+def select(projections: tuple[Projection, ...], taken: tuple[bool, ...]) -> tuple[bool, ...]:
+    """Of the projections that the kernel can take, those that it should: with nothing to rotate
+    in any of them, torch's own products have nothing to wait for."""
+    if any(t and not p.is_plain for p, t in zip(projections, taken, strict=True)):
+        return taken
+    return (False,) * len(projections)
+
+
+def project(q: Projection | None, k: Projection | None, v: Projection | None) -> list[Tensor]:
+    """Heads [B, T, H, D] of each projection that is given, in one launch."""
+    heads = ops.project_group(_member(q), _member(k), _member(v))
+    return [y for y, p in zip(heads, (q, k, v), strict=True) if p is not None]
+
+
+def _member(p: Projection | None) -> HeadsProjection | None:
+    if p is None:
+        return None
+    assert p.weight is not None
+    turning = TurningTensors(p.positions, p.cos, p.sin)
+    return HeadsProjection(p.x, p.weight, p.bias, turning, p.num_heads, p.rotation)
+
+
+def _is_hopper(index: int | None) -> bool:
+    found: bool = _has_hopper_kernels(index)
+    return found
+
+
+@torch.compiler.assume_constant_result
+def _has_hopper_kernels(index: int | None) -> bool:
+    return _capability(index) == CAPABILITY
+
+
+@functools.cache
+def _capability(index: int | None) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(index)

@@ -1,0 +1,99 @@
+// The grouped projections' operator: torch tensors in, projection_sm90.h structs out to the kernel.
+#include <cuda_runtime.h>
+
+#include <tuple>
+
+#include "device.h"
+#include "projection_sm90.h"
+#include "torch_views.h"
+
+namespace frx {
+namespace {
+
+// One projection's tensors, aligned as the copy engine needs them: copies must outlive the launch's
+// enqueueing, hence a member each.
+struct ProjectionTensors {
+  Tensor x, weight, out;
+  OptionalTensor bias;
+};
+
+int32_t int32_of(int64_t value) {
+  STD_TORCH_CHECK(value <= INT32_MAX, "fused_rope_xattn: too large for one launch");
+  return static_cast<int32_t>(value);
+}
+
+ProjectionTensors tensors_of(const Tensor& x, const OptionalTensor& weight,
+                             const OptionalTensor& bias, int64_t num_heads) {
+  STD_TORCH_CHECK(weight.has_value(), "fused_rope_xattn: a projection needs a weight");
+  STD_TORCH_CHECK(weight->scalar_type() == x.scalar_type() &&
+                      (!bias.has_value() || bias->scalar_type() == x.scalar_type()),
+                  "fused_rope_xattn: x, weight and bias of a projection must share a dtype");
+  const int64_t columns = weight->size(0);
+  OptionalTensor aligned_bias;
+  if (bias.has_value()) aligned_bias = aligned(*bias);
+  return {aligned(x), aligned(*weight),
+          empty(x, {x.size(0), x.size(1), num_heads, columns / num_heads}, x.scalar_type()),
+          aligned_bias};
+}
+
+// Adds out = heads(x @ weight^T + bias) to the group, x seen as [batch * tokens, depth].
+GroupedProjection& add_projection(ProjectionGroup90& group, const ProjectionTensors& t) {
+  GroupedProjection& p = group.members[group.count++];
+  p.x = t.x.data_ptr();
+  p.weight = t.weight.data_ptr();
+  p.bias = data_of(t.bias);
+  p.out = t.out.data_ptr();
+  p.rows = int32_of(t.x.size(0) * t.x.size(1));
+  p.tokens = int32_of(t.x.size(1));
+  p.columns = int32_of(t.weight.size(0));
+  p.depth = int32_of(t.weight.size(1));
+  p.head_dim = static_cast<int32_t>(t.out.size(3));
+  return p;
+}
+
+std::tuple<Tensor, Tensor, Tensor> project_group(
+    OptionalTensor x_q, OptionalTensor x_k, OptionalTensor x_v, OptionalTensor w_q,
+    OptionalTensor w_k, OptionalTensor w_v, OptionalTensor b_q, OptionalTensor b_k,
+    OptionalTensor b_v, OptionalTensor q_positions, OptionalTensor q_cos, OptionalTensor q_sin,
+    OptionalTensor k_positions, OptionalTensor k_cos, OptionalTensor k_sin, int64_t num_heads,
+    int64_t num_kv_heads, int64_t q_rotary_dim, bool q_interleaved, int64_t q_axes,
+    double q_rope_base, bool q_full_width, int64_t k_rotary_dim, bool k_interleaved, int64_t k_axes,
+    double k_rope_base, bool k_full_width, int64_t tile) {
+  STD_TORCH_CHECK(x_q.has_value() || x_k.has_value() || x_v.has_value(),
+                  "fused_rope_xattn: there is nothing to project");
+  const Tensor any = x_q.has_value() ? *x_q : x_k.has_value() ? *x_k : *x_v;
+  const DeviceGuard guard(any.get_device_index());
+  STD_TORCH_CHECK(current_gpu().capability == 90,
+                  "fused_rope_xattn: grouped projections need compute capability 9.0");
+  ProjectionGroup90 group{};
+  group.dtype = dtype_of(any.scalar_type());
+  const Tensor none = empty(any, {0}, any.scalar_type());
+  ProjectionTensors q{none, none, none, {}}, k = q, v = q;
+  if (x_q.has_value()) {
+    q = tensors_of(*x_q, w_q, b_q, num_heads);
+    set_rotation(add_projection(group, q).rotation, q_positions, q_cos, q_sin, q_rotary_dim,
+                 q_interleaved, q_axes, q_rope_base, q_full_width);
+  }
+  if (x_k.has_value()) {
+    k = tensors_of(*x_k, w_k, b_k, num_kv_heads);
+    set_rotation(add_projection(group, k).rotation, k_positions, k_cos, k_sin, k_rotary_dim,
+                 k_interleaved, k_axes, k_rope_base, k_full_width);
+  }
+  if (x_v.has_value()) {
+    v = tensors_of(*x_v, w_v, b_v, num_kv_heads);
+    add_projection(group, v).rotation.axes = 1;
+  }
+  run_projections_sm90(group, static_cast<int>(tile), current_stream(any.get_device_index()));
+  // An empty result of its own for each absent one: results never alias each other.
+  const auto out = [&](const OptionalTensor& x, const ProjectionTensors& t) {
+    return x.has_value() ? t.out : empty(any, {0}, any.scalar_type());
+  };
+  return {out(x_q, q), out(x_k, k), out(x_v, v)};
+}
+
+}  // namespace
+}  // namespace frx
+
+STABLE_TORCH_LIBRARY_IMPL(fused_rope_xattn, CUDA, m) {
+  m.impl("project_group", TORCH_BOX(&frx::project_group));
+}

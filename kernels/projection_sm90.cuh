@@ -1,0 +1,219 @@
+// Grouped projections on Hopper: out = rotate(x @ weight^T + bias) for up to three independent
+// members in one persistent launch. Warpgroup 0 drives the copy engine: a ring of stages, 64 of the
+// depth each, for one tile after another. The two consumer warpgroups take the tiles in turn: while
+// one rotates and stores, the tensor cores work for the other. Accumulators stay in registers,
+// where a thread has both members of each pair. docs/design/projection.md has the shared-memory map
+// and the barrier table.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <algorithm>
+#include <cstdint>
+
+#include "device.h"
+#include "launch.h"
+#include "projection_sm90_parts.cuh"
+#include "tensor_map.h"
+#include "wgmma_sm90.cuh"
+
+namespace frx {
+
+// A place in the ring: the stage, and how often the ring has been walked around, modulo 2.
+template <int kStages>
+struct RingPlace {
+  uint32_t stage, parity;
+
+  // position counts the stages since the block's start.
+  explicit __device__ __forceinline__ RingPlace(uint32_t position)
+      : stage(position % kStages), parity(position / kStages & 1) {}
+  __device__ __forceinline__ void advance() {
+    const bool is_last = stage == kStages - 1;
+    stage = is_last ? 0 : stage + 1;
+    parity ^= is_last;
+  }
+};
+
+// ---- producer ---------------------------------------------------------------------------------
+
+// One warp. Gathered weights come chunk by chunk, a lane each.
+template <class Config>
+__device__ __forceinline__ void produce(const ProjectionKernelParams& params,
+                                        ProjectionStorage<Config>& smem, int lane) {
+  RingPlace<Config::kStages> ring(0);
+  for (int index = blockIdx.x; index < params.num_tiles; index += gridDim.x) {
+    const TilePlace place = locate_tile(params.schedule, params.count, index);
+    const GroupedProjection& p = params.members[place.member];
+    const CUtensorMap& x_map = params.x_maps[place.member];
+    const CUtensorMap& weight_map = params.weight_maps[place.member];
+    const int first_row = place.row * Config::kRows;
+    const bool gathered = is_gathered(p.rotation);
+    const int copies = gathered ? Config::kChunks : 1;
+    const int column = chunk_column(p, place.column * Config::kChunks + lane);
+    const int blocks = params.schedule[place.member].depth_blocks;
+    for (int block = 0; block < blocks; ++block) {
+      mbarrier_wait(smem.empty[ring.stage], ring.parity ^ 1);
+      if (lane == 0) {
+        mbarrier_arrive_expect_tx(smem.full[ring.stage], Config::kXBytes + Config::kWeightBytes);
+        cp_async_bulk_tensor_4d(&smem.x[ring.stage], x_map, smem.full[ring.stage],
+                                block * kDepthBlock, first_row, 0, 0);
+      }
+      if (lane < copies) {
+        cp_async_bulk_tensor_4d(&smem.weight[ring.stage][lane * kChunkColumns], weight_map,
+                                smem.full[ring.stage], block * kDepthBlock, column, 0, 0);
+      }
+      __syncwarp();
+      ring.advance();
+    }
+  }
+}
+
+// ---- consumer ---------------------------------------------------------------------------------
+
+// A tile's product into the registers of one warpgroup.
+template <class Config, class Element>
+__device__ __forceinline__ void multiply_tile(
+    float (&accumulators)[Config::kRowBlocks][Config::kAccumulators],
+    ProjectionStorage<Config>& smem, uint32_t position, int blocks, uint32_t consumer, int lane) {
+  const SmemDescriptor x_smem = swizzled_descriptor<Config::kRowBytes>(smem_address(smem.x), 0);
+  const SmemDescriptor weight_smem =
+      swizzled_descriptor<Config::kRowBytes>(smem_address(smem.weight), 0);
+  RingPlace<Config::kStages> ring(position);
+  // A parity tells a phase from the next, not from the one after: without this a consumer would
+  // take stages of the other's tile, a lap earlier, for its own.
+  constexpr int kConsumerThreads = kProjectionConsumers * kWarpgroup;
+  named_barrier_sync(kMayMultiply + consumer, kConsumerThreads);
+#pragma unroll
+  for (int m = 0; m < Config::kRowBlocks; ++m) pin_registers(accumulators[m]);
+  uint32_t last_stage = 0;
+  for (int block = 0; block < blocks; ++block) {
+    mbarrier_wait(smem.full[ring.stage], ring.parity);
+    const SmemDescriptor x = x_smem + ring.stage * Config::kXBytes;
+    const SmemDescriptor weight = weight_smem + ring.stage * Config::kWeightBytes;
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < kDepthBlock / 16; ++step) {
+#pragma unroll
+      for (int m = 0; m < Config::kRowBlocks; ++m) {
+        Wgmma<Element, Config::kColumns>::ss(accumulators[m],
+                                             x + (m * 64 * Config::kRowBytes + step * 32),
+                                             weight + step * 32, block + step > 0);
+      }
+    }
+    wgmma_commit_group();
+    // The products before these are done: their stage is free.
+    wgmma_wait_group<1>();
+    if (block > 0 && lane == 0) mbarrier_arrive(smem.empty[last_stage]);
+    last_stage = ring.stage;
+    ring.advance();
+  }
+  named_barrier_arrive(kMayMultiply + (consumer ^ 1), kConsumerThreads);
+  wgmma_wait_group<0>();
+#pragma unroll
+  for (int m = 0; m < Config::kRowBlocks; ++m) pin_registers(accumulators[m]);
+  if (lane == 0) mbarrier_arrive(smem.empty[last_stage]);
+}
+
+template <class Config, class Element>
+__device__ __forceinline__ void consume(const ProjectionKernelParams& params,
+                                        ProjectionStorage<Config>& smem, uint32_t consumer,
+                                        int thread) {
+  prepare_turns<Config>(params, smem, static_cast<int>(consumer) * kWarpgroup + thread);
+  named_barrier_sync(kTurnsReady, kProjectionConsumers * kWarpgroup);
+  // The first tile is consumer 0's.
+  if (consumer == 1) named_barrier_arrive(kMayMultiply, kProjectionConsumers * kWarpgroup);
+
+  TileFacts<Config>& facts = smem.facts[consumer];
+  // Twice the next tile's position in the ring, plus whose tile it is: one register.
+  uint32_t state = 0;
+  for (int index = blockIdx.x; index < params.num_tiles; index += gridDim.x) {
+    const TilePlace place = locate_tile(params.schedule, params.count, index);
+    const int blocks = params.schedule[place.member].depth_blocks;
+    if ((state & 1) == consumer) {
+      const GroupedProjection& p = params.members[place.member];
+      const int first_row = place.row * Config::kRows;
+      prepare_tile<Config, Element>(facts, p, smem.turns[place.member], first_row,
+                                    place.column * Config::kChunks, consumer, thread);
+      float accumulators[Config::kRowBlocks][Config::kAccumulators];
+      multiply_tile<Config, Element>(accumulators, smem, state / 2, blocks, consumer, thread % 32);
+      finish_tile<Config, Element>(accumulators, p, facts, first_row, thread);
+    }
+    state = (state + 2 * blocks) ^ 1;
+  }
+}
+
+template <class Config, class Element>
+__global__ void __launch_bounds__(Config::kThreads, 1)
+    projection_sm90_kernel(const __grid_constant__ ProjectionKernelParams params) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  extern __shared__ __align__(1024) unsigned char smem_bytes[];
+  auto& smem = *reinterpret_cast<ProjectionStorage<Config>*>(smem_bytes);
+  const int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / kWarpgroup, 0);
+
+  // Barriers: a full one completes by the copies' bytes, an empty one by the consumer's four warps.
+  if (threadIdx.x == 0) {
+    for (int stage = 0; stage < Config::kStages; ++stage) {
+      mbarrier_init(smem.full[stage], 1);
+      mbarrier_init(smem.empty[stage], kWarpgroup / 32);
+    }
+    fence_mbarrier_init();
+    for (int i = 0; i < params.count; ++i) {
+      prefetch_tensormap(params.x_maps[i]);
+      prefetch_tensormap(params.weight_maps[i]);
+    }
+  }
+  __syncthreads();
+
+  if (warpgroup == 0) {
+    setmaxnreg_dec<Config::kProducerRegisters>();
+    if (threadIdx.x < 32) produce<Config>(params, smem, threadIdx.x);
+  } else {
+    setmaxnreg_inc<Config::kConsumerRegisters>();
+    consume<Config, Element>(params, smem, warpgroup - 1, threadIdx.x % kWarpgroup);
+  }
+#else
+  __trap();
+#endif
+}
+
+// ---- launcher ---------------------------------------------------------------------------------
+
+// A [rows, width] matrix, in boxes of box_rows x 64.
+inline CUtensorMap matrix_map(const void* data, DType dtype, int rows, int width, int box_rows) {
+  const HeadsView view = {const_cast<void*>(data), 0, width, 0};
+  return make_heads_map(view, dtype, 1, rows, 1, width, kDepthBlock, box_rows);
+}
+
+template <int kTile, class Element>
+void launch_projections_sm90(const ProjectionGroup90& group, const ProjectionPlan& plan,
+                             CUstream_st* stream) {
+  using Config = ProjectionConfig<kTile>;
+  static_assert(sizeof(ProjectionStorage<Config>) <= 227 * 1024);
+  ProjectionKernelParams params{};
+  params.count = group.count;
+  params.num_tiles = plan.num_tiles;
+  for (int i = 0; i < group.count; ++i) {
+    const GroupedProjection& p = group.members[i];
+    params.members[i] = p;
+    params.schedule[i] = plan.schedule[i];
+    params.x_maps[i] = matrix_map(p.x, group.dtype, p.rows, p.depth, Config::kRows);
+    params.weight_maps[i] = matrix_map(p.weight, group.dtype, p.columns, p.depth,
+                                       is_gathered(p.rotation) ? kChunkColumns : Config::kColumns);
+  }
+  launch(projection_sm90_kernel<Config, Element>, "projection_sm90",
+         std::min(plan.num_tiles, current_gpu().num_sms), Config::kThreads,
+         sizeof(ProjectionStorage<Config>), stream, params);
+}
+
+template <int kTile>
+void dispatch_projections_sm90(const ProjectionGroup90& group, const ProjectionPlan& plan,
+                               CUstream_st* stream) {
+  if (group.dtype == DType::kBFloat16) {
+    launch_projections_sm90<kTile, __nv_bfloat16>(group, plan, stream);
+  } else {
+    launch_projections_sm90<kTile, __half>(group, plan, stream);
+  }
+}
+
+}  // namespace frx

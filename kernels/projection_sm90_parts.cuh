@@ -1,0 +1,373 @@
+// What the grouped projections' kernel is made of besides its loops: tiles, shared memory, the
+// facts of a tile, and its epilogue: bias, rotation, rounding, storing.
+#pragma once
+
+#include <cuda.h>
+
+#include <cstdint>
+#include <type_traits>
+
+#include "projection_sm90.h"
+#include "ptx_sm90.cuh"
+#include "softmax_sm90.cuh"  // defines: pack, transpose_quad
+#include "storage.cuh"
+#include "tile.cuh"  // defines: opaque
+#include "tile_sm90.cuh"
+#include "turns.cuh"
+
+namespace frx {
+
+constexpr int kProjectionConsumers = 2;
+constexpr int kMaxPairs = 128;  // of a head
+
+enum ProjectionBarrier : int {
+  // 0 is __syncthreads
+  kTurnsReady = 1,   // the consumers meet once
+  kFacts = 2,        // + consumer: its four warps have read the last tile's facts
+  kMayMultiply = 4,  // + consumer: the other one has waited for all stages of the tile before
+};
+
+template <int kTile>
+struct ProjectionConfig {
+  static constexpr int kRows = kProjectionTiles[kTile].rows;
+  static constexpr int kColumns = kProjectionTiles[kTile].columns;
+  static constexpr int kStages = kProjectionTiles[kTile].stages;
+  static constexpr bool kTakesTables = kProjectionTiles[kTile].takes_tables;
+  static constexpr int kThreads = kWarpgroup * (1 + kProjectionConsumers);
+
+  static constexpr int kRowBlocks = kRows / 64;       // wgmmas a k step
+  static constexpr int kAccumulators = kColumns / 2;  // of a thread, a row block
+  static constexpr int kChunks = kColumns / kChunkColumns;
+  static constexpr int kUnits = kColumns / kUnitColumns;
+  static constexpr uint32_t kRowBytes = 2 * kDepthBlock;
+  static constexpr uint32_t kXBytes = kRows * kRowBytes;
+  static constexpr uint32_t kWeightBytes = kColumns * kRowBytes;
+
+  static constexpr int kProducerRegisters = kRowBlocks == 3 ? 24 : 40;
+  static constexpr int kConsumerRegisters = kRowBlocks == 3 ? 240 : 232;
+  static_assert((kProducerRegisters + kProjectionConsumers * kConsumerRegisters) * kWarpgroup <=
+                65536 / (kThreads * 8) * kThreads * 8);
+  static_assert(kXBytes % 1024 == 0 && kWeightBytes % 1024 == 0, "swizzled tiles' alignment");
+  static_assert(kChunks <= 32, "a lane a chunk of weights");
+};
+
+// Where a row of the tile is in its sequence: a position for each axis, or the place of the row in
+// the tables.
+struct alignas(16) RowAngle {
+  int64_t whole;
+  uint32_t fraction;
+};
+
+// How the two columns turn that a lane holds together: turns a position and where the axis starts
+// in the rows of angles; or the entry of the first column in a row of the tables, negative if
+// nothing turns, and how much further that of the second one is.
+struct alignas(16) PairAngle {
+  int64_t value;
+  int32_t offset;
+};
+
+// What a consumer's epilogue needs of its tile.
+template <class Config>
+struct TileFacts {
+  RowAngle rows[kMaxPositionAxes][Config::kRows];
+  PairAngle pairs[Config::kChunks][4];  // of lane t of a quad, in each chunk
+  float bias[Config::kColumns];
+  int columns[Config::kChunks];  // where each chunk starts in the result; negative: nowhere
+};
+
+template <class Config>
+struct ProjectionStorage {
+  using Depth = uint16_t[kDepthBlock];
+  alignas(1024) Depth x[Config::kStages][Config::kRows];
+  alignas(1024) Depth weight[Config::kStages][Config::kColumns];
+  TileFacts<Config> facts[kProjectionConsumers];
+  uint64_t turns[kMaxProjections][kMaxPairs];  // a position, of each pair
+  uint64_t full[Config::kStages], empty[Config::kStages];
+};
+
+struct ProjectionKernelParams {
+  CUtensorMap x_maps[kMaxProjections], weight_maps[kMaxProjections];
+  GroupedProjection members[kMaxProjections];
+  ProjectionSchedule schedule[kMaxProjections];
+  int count;
+  int num_tiles;
+};
+
+// ---- angles -----------------------------------------------------------------------------------
+
+// All consumers, once: the frequencies of every member's pairs.
+template <class Config>
+__device__ __forceinline__ void prepare_turns(const ProjectionKernelParams& params,
+                                              ProjectionStorage<Config>& smem, int thread) {
+  for (int i = 0; i < params.count; ++i) {
+    const RotationParams& r = params.members[i].rotation;
+    if (r.rotary_dim == 0 || r.cos != nullptr) continue;
+    const int half_width = r.rotary_dim / r.axes / 2;
+    for (int pair = thread; pair < r.rotary_dim / 2; pair += kProjectionConsumers * kWarpgroup) {
+      smem.turns[i][pair] =
+          turns_a_position(inverse_frequency(pair % half_width, 2 * half_width, r.log2_base));
+    }
+  }
+}
+
+template <class Config>
+__device__ __forceinline__ void prepare_rows(TileFacts<Config>& facts, const GroupedProjection& p,
+                                             int first_row, int thread) {
+  const RotationParams& r = p.rotation;
+  if (r.rotary_dim == 0) return;
+  for (int i = thread; i < Config::kRows; i += kWarpgroup) {
+    const int row = min(first_row + i, p.rows - 1);
+    const int batch = row / p.tokens, token = row - batch * p.tokens;
+    if (r.cos != nullptr) {
+      facts.rows[0][i] = {batch * r.table_batch_stride + token * r.table_token_stride, 0};
+    } else {
+      for (int axis = 0; axis < r.axes; ++axis) {
+        const FixedPosition position = fixed_position_of(r, batch, token, axis);
+        facts.rows[axis][i] = {position.whole, position.fraction};
+      }
+    }
+  }
+}
+
+// Pair `which` of a unit, in lane t: columns 2t, 2t + 1 of the chunk `which` if neighbours turn
+// together, else column 2t + which of both chunks.
+template <class Config>
+__device__ __forceinline__ PairAngle pair_angle(const GroupedProjection& p, const uint64_t* turns,
+                                                int unit, int which, int t) {
+  const RotationParams& r = p.rotation;
+  const bool gathered = is_gathered(r);
+  const ChunkPlace first = chunk_place(p, 2 * unit + (gathered ? 0 : which));
+  const int in_chunk = gathered ? 2 * t + which : t, pair = first.pair + in_chunk;
+  const bool is_turning = in_chunk < first.num_pairs;
+  if (r.cos == nullptr) {
+    if (!is_turning) return {0, 0};
+    return {static_cast<int64_t>(turns[pair]), pair / (r.rotary_dim / r.axes / 2) * Config::kRows};
+  }
+  if (!is_turning) return {-1, 0};
+  const int64_t start = first.head * r.table_head_stride;
+  if (!r.full_width) return {start + pair, 0};
+  const int dim = first.column - first.head * p.head_dim + 2 * t + (gathered ? which : 0);
+  return {start + dim, gathered ? r.rotary_dim / r.axes / 2 : 1};
+}
+
+// One warpgroup, before its tile. Its warps meet once more, at kMayMultiply, before they read this.
+template <class Config, class Element>
+__device__ __forceinline__ void prepare_tile(TileFacts<Config>& facts, const GroupedProjection& p,
+                                             const uint64_t* turns, int first_row, int first_chunk,
+                                             int consumer, int thread) {
+  named_barrier_sync(kFacts + consumer, kWarpgroup);  // the last tile's facts have been read
+  prepare_rows<Config>(facts, p, first_row, thread);
+  if (thread < Config::kChunks) {
+    const int column = chunk_column(p, first_chunk + thread);
+    facts.columns[thread] = column < p.columns ? column : -1;
+  }
+  if (p.rotation.rotary_dim > 0 && thread < 4 * Config::kChunks) {
+    const int chunk = thread / 4;
+    facts.pairs[chunk][thread % 4] =
+        pair_angle<Config>(p, turns, (first_chunk + chunk) / 2, chunk % 2, thread % 4);
+  }
+  if (p.bias != nullptr && thread < Config::kColumns) {
+    const int column =
+        chunk_column(p, first_chunk + thread / kChunkColumns) + thread % kChunkColumns;
+    facts.bias[thread] =
+        column < p.columns ? to_float(static_cast<const Element*>(p.bias)[column]) : 0.f;
+  }
+}
+
+// ---- epilogue ---------------------------------------------------------------------------------
+
+// A lane has two pairs of columns in each unit. A pair that does not turn has the angle 0.
+constexpr int kPairs = 2;
+
+struct PositionAngles {
+  static constexpr bool kTurns = true;
+  using Turn = CosSin;
+  uint64_t turns[kPairs];
+  uint32_t offsets;  // 16 bits each
+
+  // pairs: of the unit's first chunk, in this lane
+  __device__ __forceinline__ PositionAngles(const GroupedProjection&, const PairAngle* pairs)
+      : turns{static_cast<uint64_t>(pairs[0].value), static_cast<uint64_t>(pairs[4].value)},
+        offsets(pairs[0].offset | pairs[4].offset << 16) {}
+
+  __device__ __forceinline__ void find(Turn (&turn)[kPairs], const PairAngle*,
+                                       const RowAngle* row) const {
+    const uint32_t first = offsets & 0xffff, second = offsets >> 16;
+    RowAngle at = row[first];
+    turn[0] = cos_sin_of_turn(fraction_of_turn({at.whole, at.fraction}, turns[0]));
+    if (second != first) at = row[second];
+    turn[1] = cos_sin_of_turn(fraction_of_turn({at.whole, at.fraction}, turns[1]));
+  }
+
+  static __device__ __forceinline__ Pair apply(const Turn& turn, Pair x) {
+    return rotate(x, turn.cos, turn.sin);
+  }
+};
+
+struct TableAngles {
+  static constexpr bool kTurns = true;
+  struct Turn {
+    CosSin first, second;
+  };
+  const float *cos, *sin;
+
+  __device__ __forceinline__ TableAngles(const GroupedProjection& p, const PairAngle*)
+      : cos(p.rotation.cos), sin(p.rotation.sin) {}
+
+  __device__ __forceinline__ void find(Turn (&turn)[kPairs], const PairAngle* pairs,
+                                       const RowAngle* row) const {
+    const int64_t start = row->whole;
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) {
+      const PairAngle pair = pairs[4 * i];
+      turn[i] = {{1.f, 0.f}, {1.f, 0.f}};
+      if (pair.value < 0) continue;
+      const int64_t entry = start + pair.value;
+      turn[i].first = turn[i].second = {cos[entry], sin[entry]};
+      if (pair.offset != 0) turn[i].second = {cos[entry + pair.offset], sin[entry + pair.offset]};
+    }
+  }
+
+  static __device__ __forceinline__ Pair apply(const Turn& turn, Pair x) {
+    return rotate(x, turn.first, turn.second);
+  }
+};
+
+struct NoAngles {
+  static constexpr bool kTurns = false;
+  struct Turn {};
+  __device__ __forceinline__ NoAngles(const GroupedProjection&, const PairAngle*) {}
+  __device__ __forceinline__ void find(Turn (&)[kPairs], const PairAngle*, const RowAngle*) const {}
+  static __device__ __forceinline__ Pair apply(const Turn&, Pair x) { return x; }
+};
+
+// Two columns of each of a unit's chunks a and b. (a[0], a[1]) and (b[0], b[1]) turn together where
+// neighbours do, else (a[0], b[0]) and (a[1], b[1]).
+template <class Source>
+__device__ __forceinline__ void rotate_unit(float (&a)[2], float (&b)[2],
+                                            const typename Source::Turn (&turn)[kPairs],
+                                            bool gathered) {
+  const Pair x = Source::apply(turn[0], {a[0], gathered ? b[0] : a[1]});
+  const Pair y = Source::apply(turn[1], {gathered ? a[1] : b[0], b[1]});
+  a[0] = x.first;
+  a[1] = gathered ? y.first : x.second;
+  b[0] = gathered ? x.second : y.first;
+  b[1] = y.second;
+}
+
+// Rotation and rounding of a unit in one row: two columns of each chunk, packed.
+template <class Element, class Source>
+__device__ __forceinline__ void finish_unit(uint32_t (&words)[2], const float (&x)[8], int half,
+                                            const typename Source::Turn (&turn)[kPairs],
+                                            bool gathered) {
+  float a[2] = {x[2 * half], x[2 * half + 1]}, b[2] = {x[4 + 2 * half], x[5 + 2 * half]};
+  if constexpr (Source::kTurns) rotate_unit<Source>(a, b, turn, gathered);
+  words[0] = pack<Element>(a[0], a[1]);
+  words[1] = pack<Element>(b[0], b[1]);
+}
+
+template <class Config>
+__device__ __forceinline__ void add_bias(
+    float (&accumulators)[Config::kRowBlocks][Config::kAccumulators],
+    const TileFacts<Config>& facts, int t) {
+#pragma unroll
+  for (int chunk = 0; chunk < Config::kChunks; ++chunk) {
+    const float2 bias =
+        *reinterpret_cast<const float2*>(&facts.bias[chunk * kChunkColumns + 2 * t]);
+#pragma unroll
+    for (int m = 0; m < Config::kRowBlocks; ++m) {
+#pragma unroll
+      for (int i = 0; i < 4; i += 2) {
+        accumulators[m][4 * chunk + i] += bias.x;
+        accumulators[m][4 * chunk + i + 1] += bias.y;
+      }
+    }
+  }
+}
+
+// Rotation, rounding and storing of a warpgroup's tile, two units at a time. kShares: how
+// many such pairs of units, an equal part of the tile apart, turn alike, in different heads.
+template <class Config, class Element, class Source, int kShares>
+__device__ __forceinline__ void finish_tile(
+    const float (&accumulators)[Config::kRowBlocks][Config::kAccumulators],
+    const GroupedProjection& p, const TileFacts<Config>& facts, int first_row, int thread) {
+  const int warp = thread / 32, g = thread % 32 / 4, t = thread % 4;
+  const bool gathered = is_gathered(p.rotation);
+  constexpr int kPart = Config::kUnits / kShares;
+  // Of the thread's first row
+  const int thread_row = first_row + 16 * warp + g, rows_left = p.rows - thread_row;
+  const int columns = p.columns;
+  Element* const out = static_cast<Element*>(p.out) + static_cast<int64_t>(thread_row) * columns;
+  const RowAngle* const rows = &facts.rows[0][16 * warp + g];
+#pragma unroll
+  for (int unit = 0; unit < kPart; unit += 2) {
+    const PairAngle* const pairs = &facts.pairs[2 * unit][t];
+    const Source sources[2] = {{p, pairs}, {p, pairs + 8}};
+#pragma unroll
+    for (int m = 0; m < Config::kRowBlocks; ++m) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        // From the thread's first one. Opaque, so that nothing of these rows is computed before the
+        // last ones are stored: no registers are left for that.
+        const int row = opaque(64 * m + 8 * half);
+        uint32_t words[kShares][4];
+#pragma unroll
+        for (int u = 0; u < 2; ++u) {
+          typename Source::Turn turn[kPairs];
+          sources[u].find(turn, pairs + 8 * u, rows + row);
+#pragma unroll
+          for (int share = 0; share < kShares; ++share) {
+            const int chunk = 2 * (unit + u + share * kPart);
+            float x[8];
+#pragma unroll
+            for (int i = 0; i < 8; ++i) x[i] = accumulators[m][4 * chunk + i];
+            uint32_t two[2];
+            finish_unit<Element, Source>(two, x, half, turn, gathered);
+            words[share][2 * u] = two[0];
+            words[share][2 * u + 1] = two[1];
+          }
+        }
+#pragma unroll
+        for (int share = 0; share < kShares; ++share) {
+          const uint4 eight = transpose_quad(words[share], t);
+          const int column = facts.columns[2 * (unit + share * kPart) + t];
+          if (row < rows_left && column >= 0) {
+            *reinterpret_cast<uint4*>(out + static_cast<int64_t>(row) * columns + column) = eight;
+          }
+        }
+      }
+    }
+  }
+}
+
+// Whether columns half a tile apart are the same dims of different heads.
+template <class Config>
+__device__ __forceinline__ bool shares_angles(const GroupedProjection& p) {
+  return is_gathered(p.rotation) ? Config::kUnits / 2 % units_a_head(p) == 0
+                                 : Config::kColumns / 2 % p.head_dim == 0;
+}
+
+template <class Config, class Element>
+__device__ __forceinline__ void finish_tile(
+    float (&accumulators)[Config::kRowBlocks][Config::kAccumulators], const GroupedProjection& p,
+    const TileFacts<Config>& facts, int first_row, int thread) {
+  if (p.bias != nullptr) add_bias<Config>(accumulators, facts, thread % 4);
+  if (p.rotation.rotary_dim == 0) {
+    return finish_tile<Config, Element, NoAngles, 1>(accumulators, p, facts, first_row, thread);
+  }
+  if constexpr (Config::kTakesTables) {
+    if (p.rotation.cos != nullptr) {
+      return finish_tile<Config, Element, TableAngles, 1>(accumulators, p, facts, first_row,
+                                                          thread);
+    }
+  }
+  if constexpr (Config::kUnits >= 4 && Config::kRowBlocks < 3) {
+    if (shares_angles<Config>(p)) {
+      return finish_tile<Config, Element, PositionAngles, 2>(accumulators, p, facts, first_row,
+                                                             thread);
+    }
+  }
+  finish_tile<Config, Element, PositionAngles, 1>(accumulators, p, facts, first_row, thread);
+}
+
+}  // namespace frx

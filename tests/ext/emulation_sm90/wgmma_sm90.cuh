@@ -1,0 +1,82 @@
+// wgmma on the emulator: a thread computes its own fragment when it waits for its group. As on the
+// GPU the lanes of a warp go through these together.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include <type_traits>
+
+namespace frx {
+
+inline void wgmma_fence() { hopper::sync_warp(); }
+inline void wgmma_commit_group() {
+  hopper::self().groups.push_back(std::move(hopper::self().open_group));
+  hopper::self().open_group.clear();
+}
+
+template <int kPending>
+void wgmma_wait_group() {
+  auto& groups = hopper::self().groups;
+  while (groups.size() > kPending) {
+    for (const auto& product : groups.front()) product();
+    groups.erase(groups.begin());
+  }
+  hopper::sync_warp();  // lane 0 releases the operands for its warp
+}
+
+template <class T, int kCount>
+void pin_registers(T (&)[kCount]) {}
+
+struct SmemDescriptor {
+  uint32_t low, high;
+  SmemDescriptor operator+(uint32_t bytes) const { return {low + (bytes >> 4), high}; }
+};
+
+template <int kRowBytes>
+SmemDescriptor swizzled_descriptor(uint32_t address, uint32_t leading_bytes) {
+  static_assert(kRowBytes == 128);
+  return {address >> 4 | (leading_bytes >> 4) << 16, 8 * kRowBytes >> 4 | 1u << 30};
+}
+
+// Element k of a row of an operand whose k is contiguous.
+template <class Element>
+float operand(SmemDescriptor d, int row, int k) {
+  const uint32_t start = (d.low & 0x3FFF) << 4, stride = (d.high & 0x3FFF) << 4;
+  const uint32_t address = start + row / 8 * stride + row % 8 * 128 + k * 2;
+  Element x;
+  std::memcpy(&x, hopper::smem + hopper::swizzled(address), 2);
+  if constexpr (std::is_same_v<Element, __half>) {
+    return __half2float(x);
+  } else {
+    return __bfloat162float(x);
+  }
+}
+
+template <class Element, int kColumns>
+struct Wgmma {
+  static void ss(float (&d)[kColumns / 2], SmemDescriptor a, SmemDescriptor b, bool accumulate) {
+    const int thread = hopper::block().running % 128, lane = thread % 32;
+    float* const out = d;
+    hopper::self().open_group.push_back([=] {
+      for (int i = 0; i < 2; ++i) {
+        float of_a[16];
+        for (int k = 0; k < 16; ++k) {
+          of_a[k] = operand<Element>(a, thread / 32 * 16 + lane / 4 + 8 * i, k);
+        }
+        for (int n = 0; n < kColumns / 8; ++n) {
+          for (int e = 0; e < 2; ++e) {
+            float sum = accumulate ? out[4 * n + 2 * i + e] : 0.f;
+            for (int k = 0; k < 16; ++k) {
+              sum += of_a[k] * operand<Element>(b, 8 * n + 2 * (lane % 4) + e, k);
+            }
+            out[4 * n + 2 * i + e] = sum;
+          }
+        }
+      }
+    });
+  }
+};
+
+}  // namespace frx

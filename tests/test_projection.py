@@ -1,0 +1,526 @@
+"""Grouped projections: their angles, columns and tiles on any machine, their kernel on a Hopper."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from ext.build import load_extension
+from formulas import plain_norm_rope
+from fused_rope_xattn import Norm, grouped, ops, plan, split
+from fused_rope_xattn.config import NormSpec, RotationSpec
+from fused_rope_xattn.ops import HeadsProjection, TurningTensors
+from fused_rope_xattn.planner import GPU
+from fused_rope_xattn.rope import cos_sin
+from problems import assert_tensor_near
+
+TWO_32 = 2.0**32
+UNTURNED = RotationSpec()
+TILES = 5
+
+
+@pytest.fixture(scope="module")
+def kernel(request: pytest.FixtureRequest) -> ModuleType:
+    return load_extension("projection", request.config)
+
+
+# ---------------------------------------------------------------------------------------- angles
+
+
+def turns_apart(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Distance on the circle, in units of 2^-32 turns."""
+    difference: np.ndarray = np.mod(a - b, TWO_32)
+    return np.minimum(difference, TWO_32 - difference)  # type: ignore[no-any-return]
+
+
+def exact_turns(positions: list[Any], frequency: float) -> np.ndarray:
+    """Position * frequency / (2 pi) modulo 1 in units of 2^-32, by exact rational arithmetic."""
+    from fractions import Fraction
+
+    # 200 bits of 1 / (2 pi), by Machin's formula.
+    def arctan_inverse(n: int, scale: int) -> int:
+        total, term, k = 0, scale // n, 0
+        while term:
+            total += (-1) ** k * (term // (2 * k + 1))
+            term //= n * n
+            k += 1
+        return total
+
+    scale = 1 << 240
+    pi = Fraction(4 * (4 * arctan_inverse(5, scale) - arctan_inverse(239, scale)), scale)
+    a_position = Fraction(frequency) / (2 * pi)
+    return np.array([float(Fraction(p) * a_position % 1 * 2**32) for p in positions])
+
+
+@pytest.mark.parametrize("frequency", [1.0, 0.5, 1e-2, 1.2345e-4, 7.5e-7, 3.0, 123.456])
+def test_fractions_of_a_turn_are_exact(kernel: ModuleType, frequency: float) -> None:
+    """fp64 rounds the frequency; nothing else loses more than the last bit of 32."""
+    far = [2**31 - 1, -(2**31), 2**40 + 12345, -(2**40)]
+    positions = [0, 1, -1, 7, 1000, -1000, 65535, 2**24 + 1, *far]
+    got = kernel.fraction_of_turn(np.array(positions, dtype=np.int64), frequency)
+    error = turns_apart(got.astype(np.float64), exact_turns(positions, frequency))
+    # 2^-64 turns a position at worst, besides truncation
+    assert np.all(error <= 1.001 + np.abs(np.array(positions, dtype=np.float64)) * 2.0**-31)
+
+
+@pytest.mark.parametrize("frequency", [1.0, 1e-2, 1.2345e-4])
+def test_fractional_positions(kernel: ModuleType, frequency: float) -> None:
+    positions = [0.0, 0.5, -0.5, 1e-3, -1e-3, 3.25, -1234.0625, 1e6 + 0.1, -(2.0**31) - 0.75]
+    got = kernel.fraction_of_turn_at(np.array(positions), frequency)
+    error = turns_apart(got.astype(np.float64), exact_turns(positions, frequency))
+    # Three numbers are cut off: the position, and both products.
+    assert np.all(error <= 3.01 + np.abs(np.array(positions)) * 2.0**-31)
+    whole = kernel.fraction_of_turn_at(np.array([5.0, -3.0]), frequency)
+    assert np.array_equal(whole, kernel.fraction_of_turn(np.array([5, -3]), frequency))
+
+
+def test_positions_beyond_reason_do_no_harm(kernel: ModuleType) -> None:
+    for position in (1e300, -1e300, math.inf, -math.inf, math.nan):
+        kernel.fraction_of_turn_at(position, 0.1)
+
+
+def test_cosine_and_sine_of_a_turn(kernel: ModuleType) -> None:
+    eighths = np.arange(8, dtype=np.int64)[:, None] * 2**29 + np.arange(-300, 300)
+    turns = np.concatenate([eighths.ravel() % 2**32, np.random.randint(0, 2**32, 200_000)])
+    turns = turns.astype(np.uint32)
+    angle = turns.astype(np.float64) * (2 * math.pi / TWO_32)
+    for name, exact in (("cos_of_turn", np.cos(angle)), ("sin_of_turn", np.sin(angle))):
+        assert np.abs(getattr(kernel, name)(turns) - exact).max() < 1.2e-7
+    assert kernel.cos_of_turn(0) == 1.0 and kernel.sin_of_turn(0) == 0.0
+
+
+# --------------------------------------------------------------------------------------- columns
+
+HEADS = [
+    # head_dim, rotary_dim, axes, interleaved
+    *((d, d, 1, True) for d in (8, 16, 24, 64, 128, 256)),
+    *((d, d, 1, False) for d in (16, 32, 64, 96, 128, 256)),
+    (64, 32, 1, False),
+    (40, 32, 1, False),  # eight dims pass
+    (72, 16, 1, False),
+    (128, 96, 3, False),
+    (64, 64, 2, False),
+    (48, 6, 1, True),
+    (40, 0, 1, True),
+    (40, 0, 1, False),
+    (32, 12, 2, True),
+]
+
+
+def sizes(
+    head: tuple[int, int, int, bool], heads: int = 3, rows: int = 10, depth: int = 64
+) -> tuple[Any, ...]:
+    head_dim, rotary_dim, axes, interleaved = head
+    return rows, rows, heads * head_dim, depth, head_dim, rotary_dim, axes, interleaved
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_chunks_hold_every_column_once(
+    kernel: ModuleType, head: tuple[int, int, int, bool]
+) -> None:
+    member = sizes(head)
+    columns = member[2]
+    units = kernel.num_units(member)
+    starts = [kernel.chunk_column(member, c) for c in range(2 * units)]
+    assert sorted(s for s in starts if s < columns) == list(range(0, columns, 8))
+    # Beyond the end, as in the last tile: nothing.
+    assert all(kernel.chunk_column(member, c) >= columns for c in range(2 * units, 2 * units + 20))
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_a_lane_holds_both_members_of_its_pairs(
+    kernel: ModuleType, head: tuple[int, int, int, bool]
+) -> None:
+    head_dim, rotary_dim, axes, interleaved = head
+    member = sizes(head)
+    width = rotary_dim // axes
+    turning = set()
+    for unit, t in itertools.product(range(kernel.num_units(member)), range(4)):
+        (a, head_0, pair_0), (b, head_1, pair_1) = kernel.unit_of_lane(member, unit, t)
+        is_gathered = rotary_dim > 0 and not interleaved
+        held = [(a, b), (a + 1, b + 1)] if is_gathered else [(a, a + 1), (b, b + 1)]
+        for (first, second), of_head, pair in zip(
+            held, (head_0, head_1), (pair_0, pair_1), strict=True
+        ):
+            if pair < 0:
+                continue
+            axis, j = divmod(pair, width // 2)
+            start = of_head * head_dim
+            dims = (2 * pair, 2 * pair + 1)
+            if not interleaved:
+                dims = (axis * width + j, axis * width + j + width // 2)
+            assert (first - start, second - start) == dims
+            turning |= {first, second}
+    want = {h * head_dim + d for h in range(3) for d in range(rotary_dim)}
+    assert turning == want
+
+
+# ----------------------------------------------------------------------------------------- tiles
+
+MAST3R = [sizes((64, 64, 1, True), 12, 1536, 768)] * 3
+LARGE = [sizes((128, 128, 1, True), 16, 16384, 2048)] * 3
+DECODE = [
+    sizes((64, 64, 1, True), 16, 8, 1024),
+    *[sizes((64, 64, 1, True), 16, 12000, 1024)] * 2,
+]
+SAM2 = [
+    sizes((256, 256, 1, True), 1, 4096, 256),
+    *[sizes((256, 256, 1, True), 1, 28736, 64)] * 2,
+]
+
+
+@pytest.mark.parametrize("tile", range(TILES))
+@pytest.mark.parametrize("members", [MAST3R, DECODE, SAM2, [sizes((40, 32, 1, False), 5, 1000)]])
+def test_tiles_cover_each_result_once(
+    kernel: ModuleType, members: list[tuple[Any, ...]], tile: int
+) -> None:
+    rows, columns, _ = kernel.tiles()[tile]
+    ordered = sorted(members, key=lambda m: -m[3])
+    want = [
+        (i, row, column)
+        for i, m in enumerate(ordered)
+        for row in range(-(-m[0] // rows))
+        for column in range(-(-16 * kernel.num_units(m) // columns))
+    ]
+    assert sorted(kernel.tiles_in_order(members, 132, tile)) == want
+
+
+def test_which_tile_is_chosen(kernel: ModuleType) -> None:
+    def chosen(members: list[tuple[Any, ...]], tables: bool = False) -> tuple[int, int]:
+        rows, columns, _ = kernel.tiles()[kernel.choose_tile(members, 132, tables)]
+        return rows, columns
+
+    assert chosen(LARGE) == (192, 128)
+    assert chosen(LARGE, tables=True) == (128, 128)  # no registers for tables beside 192 rows
+    assert chosen(MAST3R) == (128, 128)
+    assert chosen(DECODE) == (192, 128)
+    assert chosen(DECODE[:1]) == (64, 32)  # few results: as many multiprocessors as possible
+
+
+def test_far_too_many_tiles_take_the_largest(kernel: ModuleType) -> None:
+    huge = [sizes((128, 128, 1, True), 16, 2**31 - 1, 64)]
+    assert kernel.tiles()[kernel.choose_tile(huge, 132, False)][0] >= 128
+
+
+def test_obstacles(kernel: ModuleType) -> None:
+    def obstacle(head: tuple[int, int, int, bool], **options: Any) -> str:
+        depth, dtype = options.get("depth", 64), options.get("dtype", 3)
+        kind, base, x = (options.get(n, 0) for n in ("positions", "log2_base", "x"))
+        return str(kernel.obstacle(sizes(head, depth=depth), dtype, kind, base, x))
+
+    for head in HEADS:
+        assert obstacle(head) == ""
+    assert "bf16 and fp16" in obstacle(HEADS[0], dtype=0)
+    assert "multiples of 8" in obstacle(HEADS[0], depth=60)
+    assert "head dim" in obstacle((264, 0, 1, True))
+    assert "16 bytes" in obstacle(HEADS[0], x=8)
+    assert "halves" in obstacle((24, 24, 1, False))
+    assert "axes" in obstacle((64, 64, 4, True))
+    assert obstacle(HEADS[0], positions=1, log2_base=-1.0) == ""
+    assert "fractional" in obstacle(HEADS[0], positions=3, log2_base=-1.0)
+
+
+# ------------------------------------------------------------------------------- operator, on CPU
+
+
+def turning(
+    spec: RotationSpec, kind: str, batch: int, tokens: int, heads: int, device: str = "cpu"
+) -> TurningTensors:
+    """Positions ("implicit", "int32", "int64", "fp32", "fp64") or tables ("table", "full")."""
+    if spec.rotary_dim == 0 or kind == "implicit":
+        return TurningTensors(None, None, None)
+    if kind in ("table", "full"):
+        width = spec.rotary_dim if spec.full_width else spec.rotary_dim // 2
+        shape = (batch, heads, tokens, width)
+        return TurningTensors(
+            None, torch.randn(shape, device=device), torch.randn(shape, device=device)
+        )
+    dtypes = {"int32": torch.int32, "int64": torch.int64, "fp32": torch.float32}
+    positions = torch.randint(-5000, 5000, (batch, tokens, spec.axes), device=device).double()
+    if kind.startswith("fp"):
+        positions += torch.rand_like(positions)
+    return TurningTensors(positions.to(dtypes.get(kind, torch.float64)), None, None)
+
+
+def member(
+    batch: int,
+    tokens: int,
+    heads: int,
+    head_dim: int,
+    depth: int,
+    spec: RotationSpec = UNTURNED,
+    kind: str = "implicit",
+    *,
+    bias: bool = True,
+    dtype: torch.dtype = torch.bfloat16,
+    device: str = "cpu",
+) -> HeadsProjection:
+    options: dict[str, Any] = {"device": device, "dtype": dtype}
+    return HeadsProjection(
+        torch.randn(batch, tokens, depth, **options),
+        torch.randn(heads * head_dim, depth, **options) * depth**-0.5,
+        torch.randn(heads * head_dim, **options) if bias else None,
+        turning(spec, kind, batch, tokens, heads, device),
+        heads,
+        spec,
+    )
+
+
+def reference(m: HeadsProjection) -> Tensor:  # [B, T, H, D] in fp64
+    z = m.x.double() @ m.weight.double().t()
+    bias = None if m.bias is None else m.bias.double()
+    tensors: tuple[Tensor | None, ...] = m.turning
+    if m.rotation.rotary_dim and m.turning.cos is None:
+        cos, sin = cos_sin(m.rotation, m.turning.positions, m.x.shape[1], m.x.device, torch.float64)
+        tensors = None, cos, sin
+    return plain_norm_rope(z, m.num_heads, bias, NormSpec(), None, None, m.rotation, tensors)
+
+
+def assert_rounded_once(got: Tensor, want: Tensor) -> None:
+    """Half an ulp of the result, and fp32 sums."""
+    assert got.shape == want.shape and got.is_contiguous()
+    half_ulp = torch.finfo(got.dtype).eps / 2
+    slack = 2e-5 * float(want.abs().max().clamp(min=1.0)) if want.numel() else 0.0
+    error = (got.double() - want).abs()
+    assert bool((error <= 1.002 * half_ulp * want.abs() + slack).all()), float(error.max())
+
+
+SPECS = {
+    "none": RotationSpec(),
+    "neighbours": RotationSpec(32),
+    "halves": RotationSpec(32, False),
+    "axes": RotationSpec(32, False, axes=2, base=100.0),
+    "full": RotationSpec(16, False, full_width=True),
+}
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_the_cpu_kernel_is_the_plain_formula(name: str) -> None:
+    kind = "full" if name == "full" else "int64" if name == "axes" else "implicit"
+    q = member(2, 5, 3, 32, 24, SPECS[name], kind)
+    k = member(2, 7, 2, 32, 16, SPECS[name], kind, bias=False)
+    v = member(2, 7, 2, 32, 8)
+    for got, m in zip(ops.project_group(q, k, v), (q, k, v), strict=True):
+        assert_rounded_once(got, reference(m))
+
+
+def test_absent_members_are_empty() -> None:
+    k = member(1, 3, 2, 8, 16)
+    q_out, k_out, v_out = ops.project_group(None, k, None)
+    assert q_out.shape == v_out.shape == (0,) and k_out.shape == (1, 3, 2, 8)
+    assert q_out is not v_out
+
+
+@pytest.mark.filterwarnings("ignore:.*an autograd kernel was not registered")
+@pytest.mark.parametrize("absent", ["", "q", "kv"])
+def test_opcheck(absent: str, device: str) -> None:
+    if device == "cuda" and torch.cuda.get_device_capability() != grouped.CAPABILITY:
+        pytest.skip("grouped projections are Hopper's")
+    q = None if "q" in absent else member(2, 5, 3, 32, 24, SPECS["halves"], device=device)
+    k, v = (
+        None if "kv" in absent else member(2, 4, 2, 32, 16, spec, device=device)
+        for spec in (SPECS["neighbours"], SPECS["none"])
+    )
+    every = q, k, v
+    args = [
+        *(m and m.x for m in every),
+        *(m and m.weight for m in every),
+        *(m and m.bias for m in every),
+        *(None,) * 6,
+        *(3, 2),
+        *(32 if q else 0, False, 1, 10000.0, False),
+        *(32 if k else 0, True, 1, 10000.0, False),
+        -1,
+    ]
+    torch.library.opcheck(torch.ops.fused_rope_xattn.project_group.default, tuple(args))
+
+
+# ------------------------------------------------------------------------------------- the choice
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(*shape, device="meta", dtype=dtype)
+
+
+def kernels(gpu: GPU | None = None, dtype: torch.dtype = torch.bfloat16, **options: Any) -> Any:
+    width = options.pop("width", 256)
+    x, w = meta(2, 64, width, dtype=dtype), meta(256, width, dtype=dtype)
+    w_out = meta(256, 256, dtype=dtype)
+    called = plan(x, x, w, w, w, w_out, num_heads=4, path="split", gpu=gpu, **options)
+    return called.kernels
+
+
+def test_the_plan_names_the_group() -> None:
+    rest = ("attention_forward", "gemm out")
+    hopper, ampere = GPU("NVIDIA H200", (9, 0), 132), GPU("NVIDIA A100", (8, 0), 108)
+    assert kernels(hopper) == ("project_group q k v", *rest)
+    alone = ("gemm q", "norm_rope q", "gemm k", "norm_rope k", "gemm v")
+    assert kernels(ampere) == (*alone, *rest)
+    assert kernels(hopper, torch.float32) == (*alone, *rest)
+    assert kernels(hopper, rope=None) == ("gemm q", "gemm k", "gemm v", *rest)
+    assert kernels(hopper, width=36) == (*alone, *rest)
+    normed = kernels(hopper, k_norm=Norm("rms"))
+    assert normed == ("project_group q v", "gemm k", "norm_rope k", *rest)
+
+
+def test_what_the_kernel_does_not_take() -> None:
+    p = split.Projection(
+        meta(1, 4, 64), meta(64, 64), meta(64), num_heads=2, rotation=RotationSpec(32)
+    )
+    assert grouped.obstacle(p) is None
+    others = {
+        "half type": p._replace(x=meta(1, 4, 64, dtype=torch.float32)),
+        "bias": p._replace(bias=meta(64, dtype=torch.float32)),
+        "norm": p._replace(norm=NormSpec(1)),
+        "projected": p._replace(weight=None),
+        "multiple": p._replace(weight=meta(64, 60)),
+        "halves": p._replace(rotation=RotationSpec(24, False)),
+        "axes": p._replace(rotation=RotationSpec(32, axes=4)),
+        "base": p._replace(
+            rotation=RotationSpec(32, base=0.5), positions=meta(1, 4, 1, dtype=torch.float32)
+        ),
+    }
+    for word, other in others.items():
+        assert word in str(grouped.obstacle(other)), word
+
+
+# --------------------------------------------------------------------------------- kernel, on GPU
+
+
+def on_hopper() -> None:
+    if torch.cuda.get_device_capability() != grouped.CAPABILITY:
+        pytest.skip("grouped projections are Hopper's")
+
+
+def assert_group_is_right(
+    q: HeadsProjection | None, k: HeadsProjection | None, v: HeadsProjection | None, tile: int
+) -> None:
+    got = ops.project_group(q, k, v, tile)
+    again = ops.project_group(q, k, v, tile)
+    for a, b, m in zip(got, again, (q, k, v), strict=True):
+        assert torch.equal(a, b)
+        if m is not None:
+            assert_rounded_once(a, reference(m))
+
+
+GPU_CASES: dict[str, tuple[int, RotationSpec, str]] = {
+    # head_dim, rotation, kind
+    "none": (64, RotationSpec(), "implicit"),
+    "neighbours_32": (32, RotationSpec(32), "implicit"),
+    "neighbours_64": (64, RotationSpec(64), "int64"),
+    "neighbours_128": (128, RotationSpec(128), "int32"),
+    "neighbours_256": (256, RotationSpec(256), "fp32"),
+    "neighbours_8": (8, RotationSpec(8), "fp64"),
+    "neighbours_part": (40, RotationSpec(6), "implicit"),
+    "neighbours_axes": (96, RotationSpec(96, axes=3), "fp32"),
+    "halves_16": (16, RotationSpec(16, False), "implicit"),
+    "halves_64": (64, RotationSpec(64, False), "int64"),
+    "halves_96": (96, RotationSpec(96, False), "int32"),
+    "halves_128": (128, RotationSpec(128, False), "implicit"),
+    "halves_256": (256, RotationSpec(256, False), "int64"),
+    "halves_part": (72, RotationSpec(32, False), "fp32"),
+    "halves_axes": (64, RotationSpec(64, False, axes=2), "int64"),
+    "table": (64, RotationSpec(64), "table"),
+    "table_halves": (80, RotationSpec(48, False), "table"),
+    "full": (128, RotationSpec(128, full_width=True), "full"),
+    "full_halves": (64, RotationSpec(32, False, full_width=True), "full"),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tile", range(TILES))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", GPU_CASES)
+def test_the_kernel_is_the_plain_formula(name: str, dtype: torch.dtype, tile: int) -> None:
+    on_hopper()
+    head_dim, spec, kind = GPU_CASES[name]
+    options: dict[str, Any] = {"dtype": dtype, "device": "cuda"}
+    q = member(2, 131, 3, head_dim, 200, spec, kind, **options)
+    k = member(3, 300, 2, head_dim, 64, spec, kind, bias=False, **options)
+    v = member(3, 300, 2, head_dim, 8, **options)
+    assert_group_is_right(q, k, v, tile=tile)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tile", range(TILES))
+def test_more_tiles_than_blocks(tile: int) -> None:
+    """Blocks go around their ring many times, and through members of different depths."""
+    on_hopper()
+    q = member(1, 3001, 8, 64, 72, RotationSpec(64), device="cuda")
+    k = member(5, 1777, 8, 64, 328, RotationSpec(64, False), "int32", device="cuda")
+    v = member(5, 1777, 8, 64, 136, device="cuda")
+    assert_group_is_right(q, k, v, tile=tile)
+
+
+@pytest.mark.gpu
+def test_one_row_and_no_rows() -> None:
+    on_hopper()
+    q = member(1, 1, 2, 64, 64, RotationSpec(64), device="cuda")
+    empty = member(0, 3, 2, 64, 64, RotationSpec(64), device="cuda")
+    for tile in range(TILES):
+        assert_group_is_right(q, empty, empty, tile=tile)
+    assert_group_is_right(empty, None, None, tile=-1)
+
+
+@pytest.mark.gpu
+def test_nan_stays_in_its_row() -> None:
+    on_hopper()
+    q = member(1, 100, 2, 64, 72, RotationSpec(64), device="cuda")
+    clean = ops.project_group(q, None, None)[0]
+    q.x[0, 37] = math.nan
+    got = ops.project_group(q, None, None)[0]
+    assert bool(got[0, 37].isnan().all())
+    others = torch.arange(100, device="cuda") != 37
+    assert torch.equal(got[0, others], clean[0, others])
+
+
+@pytest.mark.gpu
+def test_views_that_start_anywhere() -> None:
+    on_hopper()
+    q = member(1, 70, 2, 64, 72, RotationSpec(64), device="cuda")
+
+    def shifted(x: Tensor) -> Tensor:
+        return torch.cat([x.new_empty(3), x.flatten()])[3:].view(x.shape)
+
+    assert q.bias is not None
+    moved = q._replace(x=shifted(q.x), weight=shifted(q.weight), bias=shifted(q.bias))
+    assert torch.equal(ops.project_group(moved, None, None)[0], ops.project_group(q, None, None)[0])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("start", [2**20, 2**31, 2**40])
+def test_far_positions_keep_their_phase(start: int) -> None:
+    on_hopper()
+    near = member(1, 64, 1, 64, 64, RotationSpec(64), "int64", dtype=torch.float16, device="cuda")
+    assert near.turning.positions is not None
+    far = near._replace(turning=TurningTensors(near.turning.positions + start, None, None))
+    assert_rounded_once(ops.project_group(far, None, None)[0], reference(far))
+
+
+@pytest.mark.gpu
+def test_the_forward_allocates_no_wide_product() -> None:
+    on_hopper()
+    x, weight, *_ = member(2, 512, 4, 64, 256, device="cuda")
+    p = split.Projection(x, weight, None, num_heads=4, rotation=RotationSpec(64))
+    split.project_forward(p)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    split.project_forward(p)
+    assert torch.cuda.max_memory_allocated() - before <= 2 * 512 * 256 * 2
+
+
+def test_assert_near_is_what_it_says() -> None:
+    """The bound of this file accepts the storage type's rounding and nothing coarser."""
+    want = torch.randn(1000).double()
+    assert_rounded_once(want.bfloat16(), want)
+    with pytest.raises(AssertionError):
+        assert_rounded_once(want.bfloat16() * 1.02, want)
+    assert_tensor_near(want, want)

@@ -1,0 +1,204 @@
+"""The grouped projections' Hopper kernel, whole, on the host: against the definition.
+
+The emulator poisons shared memory with NaN, lands copies and reads operands as late or as early as
+the barriers allow, runs threads in a random order and forbids waiting that cannot end. Buffers have
+NaN on both sides: what the kernel reads there shows in its result, what it writes there shows in
+the margin.
+"""
+
+from __future__ import annotations
+
+import math
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from ext.build import load_extension
+from formulas import plain_norm_rope
+from fused_rope_xattn.config import NormSpec, RotationSpec
+from fused_rope_xattn.rope import cos_sin
+
+DTYPES = {torch.float16: 2, torch.bfloat16: 3}
+POSITION_TYPES = {torch.int32: 1, torch.int64: 2, torch.float32: 3, torch.float64: 4}
+MARGIN = 64
+TILES = ("192x128", "128x128", "64x128", "64x64", "64x32")
+
+
+class Member(NamedTuple):
+    batch: int = 2
+    tokens: int = 5
+    heads: int = 2
+    head_dim: int = 64
+    depth: int = 72
+    spec: RotationSpec = RotationSpec()
+    positions: torch.dtype | None = None
+    table: tuple[int, int] | None = None  # batches and heads of cos and sin
+    has_bias: bool = True
+
+
+def neighbours(rotary_dim: int, axes: int = 1, full_width: bool = False) -> RotationSpec:
+    return RotationSpec(rotary_dim, True, axes, full_width)
+
+
+def halves(rotary_dim: int, axes: int = 1, full_width: bool = False) -> RotationSpec:
+    return RotationSpec(rotary_dim, False, axes, full_width)
+
+
+PLAIN = Member()
+CASES: dict[str, tuple[Member, ...]] = {
+    "nothing turns": (PLAIN, Member(has_bias=False, depth=8)),
+    "neighbours": (Member(spec=neighbours(64)), PLAIN),
+    "narrow heads": (Member(heads=5, head_dim=32, spec=neighbours(32)),),
+    "narrowest heads": (Member(heads=3, head_dim=8, spec=neighbours(8), positions=torch.int64),),
+    "wide heads": (Member(heads=1, head_dim=256, spec=neighbours(256), positions=torch.float32),),
+    "part of a head": (Member(heads=3, head_dim=40, spec=neighbours(6)),),
+    "three axes": (Member(head_dim=96, spec=neighbours(96, 3), positions=torch.float64),),
+    "odd axes": (Member(head_dim=32, spec=neighbours(12, 2), positions=torch.int32),),
+    "halves": (Member(spec=halves(64), positions=torch.int32), PLAIN),
+    "narrow halves": (Member(heads=5, head_dim=16, spec=halves(16)),),
+    "wide halves": (Member(heads=1, head_dim=256, spec=halves(256)),),
+    "halves, not a power of two": (Member(heads=3, head_dim=96, spec=halves(96)),),
+    "halves of a part": (Member(heads=3, head_dim=72, spec=halves(32)),),
+    "halves on axes": (Member(spec=halves(64, 2), positions=torch.int64),),
+    "table": (Member(spec=neighbours(64), table=(1, 1)),),
+    "table a head": (Member(heads=3, head_dim=80, spec=halves(48), table=(1, 3)),),
+    "full table": (Member(spec=neighbours(32, full_width=True), table=(2, 2)),),
+    "full table, halves": (Member(spec=halves(32, full_width=True), table=(2, 1)),),
+    "three members": (
+        Member(1, 70, 2, 64, 200, neighbours(64)),
+        Member(1, 3, 3, 32, 64, halves(32), torch.int32),
+        Member(1, 130, 1, 64, 136),
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def kernel(request: pytest.FixtureRequest) -> ModuleType:
+    return load_extension(
+        "projection_emulated", request.config, emulates_cuda=True, emulation="emulation_sm90"
+    )
+
+
+class Problem:
+    """One member's tensors, in the middle of NaN, and the arguments that the kernel takes."""
+
+    def __init__(self, m: Member, dtype: torch.dtype) -> None:
+        self.member = m
+        self.margins: list[Tensor] = []
+        inner = m.heads * m.head_dim
+        self.x = self._place(torch.randn(m.batch, m.tokens, m.depth).to(dtype))
+        self.weight = self._place((torch.randn(inner, m.depth) * m.depth**-0.5).to(dtype))
+        self.bias = self._place(torch.randn(inner).to(dtype)) if m.has_bias else None
+        self.out = self._place(
+            torch.full((m.batch, m.tokens, m.heads, m.head_dim), math.nan, dtype=dtype)
+        )
+        self.positions = self.cos = self.sin = None
+        if m.positions is not None:
+            values = torch.randint(-4000, 4000, (m.batch, m.tokens, m.spec.axes)).double()
+            values += 0.25 if m.positions.is_floating_point else 0.0
+            self.positions = values.to(m.positions)
+        if m.table is not None:
+            width = m.spec.rotary_dim if m.spec.full_width else m.spec.rotary_dim // 2
+            self.cos = self._place(torch.randn(*m.table, m.tokens, width))
+            self.sin = self._place(torch.randn(*m.table, m.tokens, width))
+
+    def _place(self, x: Tensor) -> Tensor:
+        whole = torch.full((x.numel() + 2 * MARGIN,), math.nan, dtype=x.dtype)
+        assert whole.data_ptr() % 16 == 0
+        inside = whole[MARGIN : MARGIN + x.numel()].view(x.shape)
+        inside.copy_(x)
+        self.margins += [whole[:MARGIN], whole[MARGIN + x.numel() :]]
+        return inside
+
+    def fields(self) -> dict[str, Any]:
+        m, spec = self.member, self.member.spec
+        fields: dict[str, Any] = {
+            "rows": m.batch * m.tokens,
+            "tokens": m.tokens,
+            "columns": m.heads * m.head_dim,
+            "depth": m.depth,
+            "head_dim": m.head_dim,
+            "rotary_dim": spec.rotary_dim,
+            "axes": spec.axes,
+            "interleaved": spec.interleaved,
+            "full_width": spec.full_width,
+            "log2_base": math.log2(spec.base),
+        }
+        for name in ("x", "weight", "bias", "out", "positions", "cos", "sin"):
+            tensor = getattr(self, name)
+            if tensor is not None:
+                fields[name] = tensor.data_ptr()
+        if self.positions is not None:
+            fields["position_type"] = POSITION_TYPES[self.positions.dtype]
+            fields["position_batch_stride"] = self.positions.stride(0)
+        if self.cos is not None:
+            for i, axis in enumerate(("batch", "head", "token")):
+                stride = 0 if self.cos.shape[i] == 1 else self.cos.stride(i)
+                fields[f"table_{axis}_stride"] = stride
+        return fields
+
+    def check(self) -> None:
+        m = self.member
+        z = self.x.double() @ self.weight.double().t()
+        bias = None if self.bias is None else self.bias.double()
+        tensors: tuple[Tensor | None, ...] = (None, None, None)
+        if m.spec.rotary_dim and self.cos is not None and self.sin is not None:
+            tensors = None, self.cos.double(), self.sin.double()
+        elif m.spec.rotary_dim:
+            tables = cos_sin(m.spec, self.positions, m.tokens, z.device, torch.float64)
+            tensors = None, *tables
+        want = plain_norm_rope(z, m.heads, bias, NormSpec(), None, None, m.spec, tensors)
+        assert not bool(self.out.isnan().any()), "an element was not written, or NaN was read"
+        error = (self.out.double() - want).abs()
+        half_ulp = torch.finfo(self.out.dtype).eps / 2
+        assert bool((error <= 1.001 * half_ulp * want.abs() + 1e-5).all()), float(error.max())
+        assert all(bool(margin.isnan().all()) for margin in self.margins)
+
+
+def assert_right(
+    kernel: ModuleType,
+    members: tuple[Member, ...],
+    tile: int,
+    dtype: torch.dtype = torch.bfloat16,
+    num_sms: int = 2,
+    seed: int = 0,
+) -> None:
+    problems = [Problem(m, dtype) for m in members]
+    kernel.project([p.fields() for p in problems], DTYPES[dtype], tile, num_sms, seed)
+    for problem in problems:
+        problem.check()
+
+
+@pytest.mark.parametrize("tile", range(len(TILES)), ids=TILES)
+@pytest.mark.parametrize("name", CASES)
+def test_matches_definition(kernel: ModuleType, name: str, tile: int) -> None:
+    dtype = torch.float16 if tile % 2 else torch.bfloat16
+    assert_right(kernel, CASES[name], tile, dtype, seed=tile)
+
+
+@pytest.mark.parametrize("tile", range(len(TILES)), ids=TILES)
+def test_one_block_goes_through_all_tiles(kernel: ModuleType, tile: int) -> None:
+    """The ring wraps at every phase, and its end lies within tiles of both consumers."""
+    members = (
+        Member(1, 200, 2, 64, 328, neighbours(64)),
+        Member(1, 70, 3, 48, 136, halves(32), torch.int64),
+        Member(1, 90, 2, 64, 8),
+    )
+    for seed in range(2):
+        assert_right(kernel, members, tile, num_sms=1, seed=seed)
+
+
+@pytest.mark.parametrize("tile", range(len(TILES)), ids=TILES)
+def test_tiles_longer_than_the_ring(kernel: ModuleType, tile: int) -> None:
+    """A consumer must not take a stage for its own that is the other one's, a lap earlier."""
+    member = Member(1, 2 * int(TILES[tile].split("x")[0]), 1, 64, 1480, neighbours(64))
+    for seed in range(3):
+        assert_right(kernel, (member, member._replace(tokens=3)), tile, num_sms=1, seed=seed)
+
+
+def test_nothing_to_do(kernel: ModuleType) -> None:
+    assert_right(kernel, (Member(batch=0), Member(spec=neighbours(64))), 3)
+    assert_right(kernel, (Member(batch=0),), -1)
