@@ -1,55 +1,67 @@
 // The order of launches of attention forward and backward, and the two small kernels around the
 // tiled ones: combining split keys, and delta.
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include "attention_sm90.h"
 #include "entry.h"
 #include "launch.h"
 #include "mask.cuh"
 #include "portable.h"
 #include "scores.cuh"
+#include "storage.cuh"
 
 namespace frx {
 
 namespace {
 
-constexpr int kRowWarps = 8;  // rows a block; a warp handles one (batch, head, query)
-constexpr int kThreads = 32 * kRowWarps;
+constexpr int kThreads = 256;
+constexpr int kVector = 8;  // elements a lane handles at a time; divides every head dim
 
+// One (batch, query, head), shared by `lanes` neighbouring lanes. Heads are numbered fastest,
+// as they lie in memory, and no block spans two batch elements.
 struct Row {
   int64_t b, index;  // index = (b * H + h) * Tq + query
   int h, query;
+  int lane;  // within the row
   bool exists;
 };
 
-__device__ __forceinline__ Row row_of_warp(const AttentionSizes& sizes) {
+// Lanes of a row: a power of two, one for each vector of up to 256 dims.
+FRX_HOST_DEVICE int row_lanes(int head_dim) {
+  int lanes = 1;
+  while (lanes * kVector < head_dim) lanes *= 2;
+  return lanes;
+}
+
+FRX_HOST_DEVICE uint32_t blocks_a_batch_element(const AttentionSizes& sizes) {
+  const int64_t rows = static_cast<int64_t>(sizes.num_queries) * sizes.num_heads;
+  return static_cast<uint32_t>(
+      ceil_div(rows, static_cast<int64_t>(kThreads / row_lanes(sizes.head_dim))));
+}
+
+__device__ __forceinline__ Row row_of_thread(const AttentionSizes& sizes, int lanes) {
+  const uint32_t blocks = blocks_a_batch_element(sizes), heads = sizes.num_heads;
+  const uint32_t b = blockIdx.x / blocks;
+  const uint32_t i = (blockIdx.x - b * blocks) * (kThreads / lanes) + threadIdx.x / lanes;
+  const uint32_t query = i / heads, h = i - query * heads;
   Row row;
-  row.index = static_cast<int64_t>(blockIdx.x) * kRowWarps + threadIdx.x / 32;
-  row.query = static_cast<int>(row.index % sizes.num_queries);
-  const int64_t batch_head = row.index / sizes.num_queries;
-  row.h = static_cast<int>(batch_head % sizes.num_heads);
-  row.b = batch_head / sizes.num_heads;
-  row.exists = row.b < sizes.batch;
+  row.b = b;
+  row.h = static_cast<int>(h);
+  row.query = static_cast<int>(query);
+  row.index = (row.b * heads + h) * sizes.num_queries + query;
+  row.lane = threadIdx.x % lanes;
+  row.exists = query < static_cast<uint32_t>(sizes.num_queries);
   return row;
 }
 
 int64_t row_blocks(const AttentionSizes& sizes) {
-  return ceil_div(sizes.batch * sizes.num_heads * sizes.num_queries,
-                  static_cast<int64_t>(kRowWarps));
-}
-
-__device__ __forceinline__ float warp_sum(float x) {
-  for (int lane = 16; lane > 0; lane /= 2) x += __shfl_xor_sync(~0u, x, lane);
-  return x;
+  return sizes.batch * blocks_a_batch_element(sizes);
 }
 
 // o = sum_s exp(lse_s - lse) o_s with lse = log sum_s exp(lse_s), over the parts of the keys.
 __global__ __launch_bounds__(kThreads) void combine_splits_kernel(
     const __grid_constant__ AttentionForwardParams p) {
-  const Row row = row_of_warp(p.sizes);
+  const Row row = row_of_thread(p.sizes, row_lanes(p.sizes.head_dim));
   if (!row.exists) return;
-  const int lane = threadIdx.x % 32, head_dim = p.sizes.head_dim;
+  const int d = row.lane * kVector, head_dim = p.sizes.head_dim;
   const int64_t rows = p.sizes.batch * p.sizes.num_heads * p.sizes.num_queries;
 
   float lse_max = negative_infinity();
@@ -57,42 +69,58 @@ __global__ __launch_bounds__(kThreads) void combine_splits_kernel(
     lse_max = fmaxf(lse_max, p.partial_lse[s * rows + row.index]);
   }
   const bool has_keys = lse_max > negative_infinity();
-  float sum = 0.f;
-  for (int s = 0; has_keys && s < p.num_splits; ++s) {
-    sum += expf(p.partial_lse[s * rows + row.index] - lse_max);
-  }
-  if (lane == 0) p.lse[row.index] = has_keys ? lse_max + logf(sum) : negative_infinity();
-
-  for (int d = lane; d < head_dim; d += 32) {
-    float o = 0.f;
-    for (int s = 0; has_keys && s < p.num_splits; ++s) {
+  float sum = 0.f, o[kVector] = {};
+  if (has_keys) {
+    for (int s = 0; s < p.num_splits; ++s) {
       const int64_t part = s * rows + row.index;
-      const float weight = expf(p.partial_lse[part] - lse_max) / sum;
-      if (weight > 0.f) o += weight * p.partial_o[part * head_dim + d];
+      const float weight = expf(p.partial_lse[part] - lse_max);
+      sum += weight;
+      if (weight == 0.f || d >= head_dim) continue;  // what a part without keys holds is not read
+      const auto values = Storage<float>::load<kVector>(p.partial_o, DType(), part * head_dim + d);
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) o[i] = fmaf(weight, values.elements[i], o[i]);
     }
-    store_float(p.o.data, offset_in(p.o, row.b, row.query, row.h) + d, o, p.dtype);
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) o[i] /= sum;
   }
+  if (row.lane == 0) p.lse[row.index] = has_keys ? lse_max + logf(sum) : negative_infinity();
+  if (d >= head_dim) return;
+  const int64_t at = offset_in(p.o, row.b, row.query, row.h) + d;
+  Storage<AnyType>::store(p.o.data, p.dtype, at, o);
+  if (p.o_rest.data == nullptr) return;
+  const auto rounded = Storage<AnyType>::load<kVector>(p.o.data, p.dtype, at);
+#pragma unroll
+  for (int i = 0; i < kVector; ++i) o[i] -= rounded.elements[i];
+  Storage<AnyType>::store(p.o_rest.data, p.dtype, offset_in(p.o_rest, row.b, row.query, row.h) + d,
+                          o);
 }
 
-// delta = rowsum(dout * o) - dlse
+// delta = rowsum(dout * (o + o_rest)) - dlse
 __global__ __launch_bounds__(kThreads) void delta_kernel(
     const __grid_constant__ AttentionBackwardParams p) {
-  const Row row = row_of_warp(p.sizes);
-  if (!row.exists) return;
-  const int lane = threadIdx.x % 32;
-  const int64_t o = offset_in(p.o, row.b, row.query, row.h);
-  const int64_t dout = offset_in(p.dout, row.b, row.query, row.h);
+  const int lanes = row_lanes(p.sizes.head_dim);
+  const Row row = row_of_thread(p.sizes, lanes);
+  const int d = row.lane * kVector;
   float sum = 0.f;
-  for (int d = lane; d < p.sizes.head_dim; d += 32) {
-    sum =
-        fmaf(load_float(p.dout.data, dout + d, p.dtype), load_float(p.o.data, o + d, p.dtype), sum);
+  if (row.exists && d < p.sizes.head_dim) {
+    const auto o = Storage<AnyType>::load<kVector>(p.o.data, p.dtype,
+                                                   offset_in(p.o, row.b, row.query, row.h) + d);
+    const auto dout = Storage<AnyType>::load<kVector>(
+        p.dout.data, p.dtype, offset_in(p.dout, row.b, row.query, row.h) + d);
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) sum = fmaf(dout.elements[i], o.elements[i], sum);
+    if (p.o_rest.data != nullptr) {
+      const auto rest = Storage<AnyType>::load<kVector>(
+          p.o_rest.data, p.dtype, offset_in(p.o_rest, row.b, row.query, row.h) + d);
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) sum = fmaf(dout.elements[i], rest.elements[i], sum);
+    }
   }
-  sum = warp_sum(sum);
+  for (int step = lanes / 2; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
+  if (!row.exists || row.lane != 0) return;
   // A row without keys is constant: nothing flows through it, not even a gradient of its lse.
   const bool has_keys = p.lse[row.index] > negative_infinity();
-  if (lane == 0) {
-    p.delta[row.index] = !has_keys ? 0.f : sum - (p.dlse == nullptr ? 0.f : p.dlse[row.index]);
-  }
+  p.delta[row.index] = !has_keys ? 0.f : sum - (p.dlse == nullptr ? 0.f : p.dlse[row.index]);
 }
 
 // The portable kernels are compiled apart for each dtype; this picks one.

@@ -125,14 +125,14 @@ __device__ __forceinline__ void produce_queries(KeySideStorage<Config>& smem,
   }
 }
 
-// s [64 keys, kTileQ queries] of the warpgroup: products become weights, negated where dropout
-// removes them. (key, query) is the thread's first element; lse_log2 belongs to that query on.
-// `limit` of the thread's two keys: how many of the queries from `query` on do not see it.
-template <bool kGeneral, int kCount>
+// s [64 keys, kTileQ queries] of the warpgroup: products become weights, before dropout. (key,
+// query) is the thread's first element; lse_log2 belongs to that query on.
+template <bool kModified, int kCount>
 __device__ __forceinline__ void weigh_keys(float (&s)[kCount], const HeadScores& scores,
                                            const float* lse_log2, int key, int query,
                                            bool seen_by_all) {
-  if (kGeneral && !scores.is_plain()) {
+  if constexpr (kModified) {
+    asm volatile("" : "+r"(key));  // addresses made of it would be kept in registers, and spilled
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
       const int column = 8 * (i / 4) + i % 2;
@@ -149,7 +149,7 @@ __device__ __forceinline__ void weigh_keys(float (&s)[kCount], const HeadScores&
       }
     }
     if (!seen_by_all) {
-      int unseeing[2];
+      int unseeing[2];  // of the queries from `query` on
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         unseeing[r] = first_query_seeing(key + 8 * r, scores.num_queries, scores.key_count,
@@ -160,14 +160,6 @@ __device__ __forceinline__ void weigh_keys(float (&s)[kCount], const HeadScores&
       for (int i = 0; i < kCount; ++i) {
         if (8 * (i / 4) + i % 2 < unseeing[i / 2 % 2]) s[i] = 0;
       }
-    }
-  }
-  if (kGeneral && scores.has_dropout) {
-#pragma unroll
-    for (int n = 0; n < kCount / 4; n += 2) {
-      draw_dropout<true>(scores, n, key, query, [&](int tile, int i, bool keep) {
-        if (!keep) s[4 * tile + i] = -s[4 * tile + i];
-      });
     }
   }
 }
@@ -230,8 +222,8 @@ __device__ __forceinline__ void add_dq(const AttentionBackwardParams& p,
   }
 }
 
-// kGeneral: dropout, a bias, a mask over scores or removed keys.
-template <class Config, class Element, bool kGeneral>
+// kModified: a bias, a mask over scores or removed keys.
+template <class Config, class Element, bool kDropout, bool kModified>
 __global__ void __launch_bounds__(kBackwardThreads, 1)
     attention_backward_keys_sm90_kernel(const __grid_constant__ Sm90BackwardParams params) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -240,7 +232,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
   extern __shared__ __align__(1024) unsigned char smem_bytes[];
   auto& smem = *reinterpret_cast<KeySideStorage<Config>*>(smem_bytes);
   const AttentionBackwardParams& p = params.attention;
-  const int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / kWarpgroup, 0);
+  const int block_warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0), warpgroup = block_warp / 4;
 
   // Barriers: a full one completes by the copy's bytes, an empty one by every consumer warp.
   if (threadIdx.x == 0) {
@@ -274,8 +266,9 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
     const int consumer = warpgroup - 1;
     const int thread = threadIdx.x % kWarpgroup;
     const int lane = thread % 32, t = lane % 4;
-    const int first_row = consumer * kRowsPerConsumer;
-    const int row = first_row + thread / 32 * 16 + lane / 4;
+    const int warp = block_warp - 4;  // of all consumers'
+    const int first_row = consumer * kRowsPerConsumer, row = warp * 16 + lane / 4;
+    const int key_block = item.first_key / 16 + warp;
 
     const SmemDescriptor k_smem =
         swizzled_descriptor<kRowBytes>(smem_address(smem.kv[0][0][first_row]), 0);
@@ -289,12 +282,14 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
     uint32_t position = 0;  // in the rings
     for (int head = item.first_head; head < item.end_head; ++head) {
       const HeadScores scores(p.sizes, p.scores, item.batch, head);
+      [[maybe_unused]] const DropoutLane<true> dropout(
+          kDropout ? scores.seed() : 0, scores.batch_head, scores.keep_threshold, lane / 4, t);
       if (position == 0 && item.query_tiles.begin < item.query_tiles.end) {
         mbarrier_wait(smem.kv_full, 0);
         // NaN in a key that does not exist must not spread.
         const int first_key = item.first_key;
         if ((scores.key_count < p.sizes.num_keys && first_key + kTileRows > scores.key_count) ||
-            (kGeneral && scores.key_keep != nullptr)) {
+            (kModified && scores.key_keep != nullptr)) {
           const auto exists = [&](int i) { return scores.key_exists(first_key + i); };
 #pragma unroll
           for (auto& tile : smem.kv) {
@@ -329,17 +324,20 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
         }
 
         // Weights, while dp is multiplied
+        [[maybe_unused]] DropoutBits<kTileQ> dropped;
+        if constexpr (kDropout) dropped.draw(dropout, key_block, first_query / 16);
         wgmma_wait_group<Config::kDk ? 1 : 0>();
         pin_registers(s);
         const bool seen_by_all =
             item.first_key + first_row + kRowsPerConsumer <=
             keys_visible(first_query, p.sizes.num_queries, scores.key_count, scores.is_causal);
-        weigh_keys<kGeneral>(s, scores, &smem.lse_log2[q_stage][2 * t], item.first_key + row,
-                             first_query + 2 * t, seen_by_all);
+        weigh_keys<kModified>(s, scores, &smem.lse_log2[q_stage][2 * t], item.first_key + row,
+                              first_query + 2 * t, seen_by_all);
 
         // dv += p^T dout
         if constexpr (Config::kDv) {
-          pack_kept_weights<Element, kGeneral>(weights, s);
+          pack_weights<Element>(weights, s);
+          if constexpr (kDropout) drop_weights<Element>(weights, dropped);
           pin_registers(dv);
           pin_registers(weights);
           wgmma_fence();
@@ -357,13 +355,14 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
             const float2 delta =
                 *reinterpret_cast<const float2*>(&smem.delta[q_stage][8 * n + 2 * t]);
 #pragma unroll
-            for (int i = 0; i < 4; i += 2) {
+            for (int i = 0; i < 4; ++i) {
               const int at = 4 * n + i;
-              gradients[at / 2] =
-                  pack<Element>(score_gradient<kGeneral>(s[at], ds[at], delta.x, scores),
-                                score_gradient<kGeneral>(s[at + 1], ds[at + 1], delta.y, scores));
+              ds[at] = score_gradient<kDropout>(s[at], ds[at], i % 2 == 0 ? delta.x : delta.y,
+                                                kDropout && dropped.is_dropped(at / 2, i % 2),
+                                                scores.keep_scale);
             }
           }
+          pack_weights<Element>(gradients, ds);
           if constexpr (Config::kDq) {
             hand_over_gradients(smem.ds[position % 2][consumer], gradients, position, consumer,
                                 thread);
@@ -401,9 +400,8 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
                            p.sizes.num_keys, p.sizes.head_dim, t);
     }
     if constexpr (Config::kDv) {
-      store_heads<Element>(
-          p.dv, dv, kGeneral && p.scores.seed != nullptr ? p.scores.keep_scale : 1.f, item.batch,
-          item.kv_head, item.first_key + row, p.sizes.num_keys, p.sizes.head_dim, t);
+      store_heads<Element>(p.dv, dv, kDropout ? p.scores.keep_scale : 1.f, item.batch, item.kv_head,
+                           item.first_key + row, p.sizes.num_keys, p.sizes.head_dim, t);
     }
   }
 #else
@@ -411,7 +409,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
 #endif
 }
 
-template <class Config, class Element, bool kGeneral>
+template <class Config, class Element, bool kDropout, bool kModified>
 void launch_backward_keys(const AttentionBackwardParams& p, cudaStream_t stream) {
   const AttentionSizes& s = p.sizes;
   Sm90BackwardParams params;
@@ -426,15 +424,16 @@ void launch_backward_keys(const AttentionBackwardParams& p, cudaStream_t stream)
                                 kSlabDims, kTileRows);
   static_assert(sizeof(KeySideStorage<Config>) <= kMaxSmemBytes);
   const int64_t blocks = ceil_div(s.num_keys, kTileRows) * s.num_kv_heads * s.batch;
-  launch(attention_backward_keys_sm90_kernel<Config, Element, kGeneral>,
+  launch(attention_backward_keys_sm90_kernel<Config, Element, kDropout, kModified>,
          "attention_backward_keys_sm90", blocks, kBackwardThreads, sizeof(KeySideStorage<Config>),
          stream, params);
 }
 
 template <class Config>
 void run_backward_keys(const AttentionBackwardParams& p, cudaStream_t stream) {
-  choose_backward_variant(p, [&](auto element, auto general) {
-    launch_backward_keys<Config, decltype(element), decltype(general)::value>(p, stream);
+  choose_backward_variant(p, [&](auto element, auto dropout, auto modified) {
+    launch_backward_keys<Config, decltype(element), decltype(dropout)::value,
+                         decltype(modified)::value>(p, stream);
   });
 }
 

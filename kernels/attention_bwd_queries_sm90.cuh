@@ -87,13 +87,13 @@ __device__ __forceinline__ void produce_keys(QuerySideStorage<Config>& smem,
   }
 }
 
-// s [64 queries, kTileK keys] of the warpgroup: products become weights, negated where dropout
-// removes them. (query, key) is the thread's first element.
-template <bool kGeneral, int kCount>
+// s [64 queries, kTileK keys] of the warpgroup: products become weights, before dropout. (query,
+// key) is the thread's first element.
+template <bool kModified, int kCount>
 __device__ __forceinline__ void weigh_queries(float (&s)[kCount], const HeadScores& scores,
                                               const float (&lse_log2)[2], int query, int key,
                                               bool seen_by_all) {
-  if (kGeneral && !scores.is_plain()) {
+  if constexpr (kModified) {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
       s[i] = exp2_approx(scores.score(s[i], query + 8 * (i / 2 % 2), key + 8 * (i / 4) + i % 2) -
@@ -105,7 +105,7 @@ __device__ __forceinline__ void weigh_queries(float (&s)[kCount], const HeadScor
       s[i] = exp2_approx(fmaf(s[i], scores.scale, -lse_log2[i / 2 % 2]));
     }
     if (!seen_by_all) {
-      int visible[2];
+      int visible[2];  // of the keys from `key` on
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         visible[r] =
@@ -118,18 +118,10 @@ __device__ __forceinline__ void weigh_queries(float (&s)[kCount], const HeadScor
       }
     }
   }
-  if (kGeneral && scores.has_dropout) {
-#pragma unroll
-    for (int n = 0; n < kCount / 4; n += 2) {
-      draw_dropout<false>(scores, n, query, key, [&](int tile, int i, bool keep) {
-        if (!keep) s[4 * tile + i] = -s[4 * tile + i];
-      });
-    }
-  }
 }
 
-// kGeneral: dropout, a bias, a mask over scores or removed keys.
-template <class Config, class Element, bool kGeneral>
+// kModified: a bias, a mask over scores or removed keys.
+template <class Config, class Element, bool kDropout, bool kModified>
 __global__ void __launch_bounds__(kBackwardThreads, 1)
     attention_backward_queries_sm90_kernel(const __grid_constant__ Sm90BackwardParams params) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -138,7 +130,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
   extern __shared__ __align__(1024) unsigned char smem_bytes[];
   auto& smem = *reinterpret_cast<QuerySideStorage<Config>*>(smem_bytes);
   const AttentionBackwardParams& p = params.attention;
-  const int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / kWarpgroup, 0);
+  const int block_warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0), warpgroup = block_warp / 4;
 
   // Barriers: a full one completes by the copy's bytes, an empty one by every consumer warp.
   if (threadIdx.x == 0) {
@@ -173,8 +165,12 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
     const int thread = threadIdx.x % kWarpgroup;
     const int lane = thread % 32, t = lane % 4;
     const int first_row = consumer * kRowsPerConsumer;
-    const int query = item.first_query + first_row + thread / 32 * 16 + lane / 4;
+    const int warp = block_warp - 4;  // of all consumers'
+    const int query = item.first_query + warp * 16 + lane / 4;
+    const int query_block = item.first_query / 16 + warp;
     const HeadScores scores(p.sizes, p.scores, item.batch, item.head);
+    [[maybe_unused]] const DropoutLane<false> dropout(
+        kDropout ? scores.seed() : 0, scores.batch_head, scores.keep_threshold, lane / 4, t);
 
     const SmemDescriptor q_smem =
         swizzled_descriptor<kRowBytes>(smem_address(smem.q[0][first_row]), 0);
@@ -209,7 +205,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
       // NaN in a key that does not exist must not spread. Both warpgroups write the same zeros, so
       // they need not meet.
       if ((scores.key_count < p.sizes.num_keys && first_key + kTileK > scores.key_count) ||
-          (kGeneral && scores.key_keep != nullptr)) {
+          (kModified && scores.key_keep != nullptr)) {
         mbarrier_wait(smem.v_full[v_stage], position / kStagesV & 1);
         const auto exists = [&](int i) { return scores.key_exists(first_key + i); };
         clear_absent_rows(smem.k[k_stage], 0, kTileK, thread, exists);
@@ -230,22 +226,24 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
       wgmma_commit_group();
 
       // Weights, while dp is multiplied
+      [[maybe_unused]] DropoutBits<kTileK> dropped;
+      if constexpr (kDropout) dropped.draw(dropout, query_block, first_key / 16);
       wgmma_wait_group<1>();
       pin_registers(s);
-      weigh_queries<kGeneral>(s, scores, lse_log2, query, first_key + 2 * t,
-                              first_key + kTileK <= seen_by_all);
+      weigh_queries<kModified>(s, scores, lse_log2, query, first_key + 2 * t,
+                               first_key + kTileK <= seen_by_all);
 
       // dq += ds k
       wgmma_wait_group<0>();
       pin_registers(ds);
       if (lane == 0) mbarrier_arrive(smem.v_empty[v_stage]);
 #pragma unroll
-      for (int i = 0; i < kTileK / 2; i += 2) {
-        const float row_delta = delta[i / 2 % 2];
-        gradients[i / 2] =
-            pack<Element>(score_gradient<kGeneral>(s[i], ds[i], row_delta, scores),
-                          score_gradient<kGeneral>(s[i + 1], ds[i + 1], row_delta, scores));
+      for (int i = 0; i < kTileK / 2; ++i) {
+        ds[i] = score_gradient<kDropout>(s[i], ds[i], delta[i / 2 % 2],
+                                         kDropout && dropped.is_dropped(i / 2, i % 2),
+                                         scores.keep_scale);
       }
+      pack_weights<Element>(gradients, ds);
       pin_registers(dq);
       pin_registers(gradients);
       wgmma_fence();
@@ -275,7 +273,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
 #endif
 }
 
-template <class Config, class Element, bool kGeneral>
+template <class Config, class Element, bool kDropout, bool kModified>
 void launch_backward_queries(const AttentionBackwardParams& p, cudaStream_t stream) {
   const AttentionSizes& s = p.sizes;
   Sm90BackwardParams params;
@@ -290,15 +288,16 @@ void launch_backward_queries(const AttentionBackwardParams& p, cudaStream_t stre
                                 kSlabDims, Config::kTileK);
   static_assert(sizeof(QuerySideStorage<Config>) <= kMaxSmemBytes);
   const int64_t blocks = ceil_div(s.num_queries, kTileRows) * s.num_heads * s.batch * p.num_splits;
-  launch(attention_backward_queries_sm90_kernel<Config, Element, kGeneral>,
+  launch(attention_backward_queries_sm90_kernel<Config, Element, kDropout, kModified>,
          "attention_backward_queries_sm90", blocks, kBackwardThreads,
          sizeof(QuerySideStorage<Config>), stream, params);
 }
 
 template <class Config>
 void run_backward_queries(const AttentionBackwardParams& p, cudaStream_t stream) {
-  choose_backward_variant(p, [&](auto element, auto general) {
-    launch_backward_queries<Config, decltype(element), decltype(general)::value>(p, stream);
+  choose_backward_variant(p, [&](auto element, auto dropout, auto modified) {
+    launch_backward_queries<Config, decltype(element), decltype(dropout)::value,
+                            decltype(modified)::value>(p, stream);
   });
 }
 

@@ -92,45 +92,32 @@ __device__ __forceinline__ float row_delta(const AttentionBackwardParams& p, int
   return query < p.sizes.num_queries ? p.delta[batch_head * p.sizes.num_queries + query] : 0.f;
 }
 
-// With dropout a weight's sign bit says that it was dropped: weights are never negative.
-template <bool kGeneral>
-__device__ __forceinline__ float kept_weight(float p) {
-  return kGeneral ? fmaxf(p, 0.f) : p;
+// Gradient of a score. dp is the gradient of the weight as the values see it, after dropout.
+template <bool kDropout>
+__device__ __forceinline__ float score_gradient(float p, float dp, float delta, bool dropped,
+                                                float keep_scale) {
+  if constexpr (!kDropout) return p * (dp - delta);
+  return p * fmaf(dropped ? 0.f : dp, keep_scale, -delta);
 }
 
-// Gradient of a score. dp is the gradient of the weight after dropout.
-template <bool kGeneral>
-__device__ __forceinline__ float score_gradient(float p, float dp, float delta,
-                                                const HeadScores& scores) {
-  if constexpr (!kGeneral) {
-    return p * (dp - delta);
-  } else {
-    const bool dropped = __float_as_int(p) < 0;
-    const float kept = dropped ? 0.f : scores.has_dropout ? dp * scores.keep_scale : dp;
-    return fabsf(p) * (kept - delta);
-  }
-}
-
-template <class Element, bool kGeneral, int kCount>
-__device__ __forceinline__ void pack_kept_weights(uint32_t (&packed)[kCount / 2],
-                                                  const float (&p)[kCount]) {
-#pragma unroll
-  for (int i = 0; i < kCount / 2; ++i) {
-    packed[i] = pack<Element>(kept_weight<kGeneral>(p[2 * i]), kept_weight<kGeneral>(p[2 * i + 1]));
-  }
-}
-
-// Calls run(Element{}, std::bool_constant<kGeneral>{}) with what the problem needs.
+// Calls run(Element{}, std::bool_constant<kDropout>{}, std::bool_constant<kModified>{}) with what
+// the problem needs. kModified: a bias, a mask over scores or removed keys.
 template <class Run>
 void choose_backward_variant(const AttentionBackwardParams& p, Run run) {
   const ScoreModifiers& m = p.scores;
-  const bool is_general = m.bias.data != nullptr || m.keep_mask.data != nullptr ||
-                          m.key_keep != nullptr || m.seed != nullptr;
-  if (p.dtype == DType::kBFloat16) {
-    is_general ? run(__nv_bfloat16{}, std::true_type{}) : run(__nv_bfloat16{}, std::false_type{});
-  } else {
-    is_general ? run(__half{}, std::true_type{}) : run(__half{}, std::false_type{});
-  }
+  const bool is_modified =
+      m.bias.data != nullptr || m.keep_mask.data != nullptr || m.key_keep != nullptr;
+  const bool has_dropout = m.seed != nullptr;
+  const auto choose = [&](auto element) {
+    if (is_modified) {
+      has_dropout ? run(element, std::true_type{}, std::true_type{})
+                  : run(element, std::false_type{}, std::true_type{});
+    } else {
+      has_dropout ? run(element, std::true_type{}, std::false_type{})
+                  : run(element, std::false_type{}, std::false_type{});
+    }
+  };
+  p.dtype == DType::kBFloat16 ? choose(__nv_bfloat16{}) : choose(__half{});
 }
 
 // ---- results ----------------------------------------------------------------------------------

@@ -12,6 +12,7 @@
 #include "params.h"
 #include "plan.h"
 #include "scores.cuh"
+#include "storage.cuh"
 #include "tile.cuh"
 
 namespace frx {
@@ -94,6 +95,8 @@ struct ForwardShape {
   // each computing the scores for itself.
   static constexpr int kColumnWarps = sizeof(Element) == 4 && kD == 256 ? 2 : 1;
   static constexpr int kThreads = 32 * kRowWarps * kColumnWarps;
+  // Blocks a multiprocessor that the compiler is asked for: with which it does not spill.
+  static constexpr int kMinBlocks = kD <= (sizeof(Element) == 2 ? 64 : 32) ? 1 : 0;
   static constexpr int kTileQ = 16 * kMT * kRowWarps;
   static constexpr int kTileK = forward_tile_keys(sizeof(Element) == 2, kD, kTileQ);
   static constexpr int kScoreTiles = kTileK / 8;
@@ -140,9 +143,11 @@ __device__ __forceinline__ void store_output(const AttentionForwardParams& p,
         if (is_split) {
           store2(p.partial_o + (split * rows + row) * sizes.head_dim + d, x, y);
         } else {
-          store2(static_cast<Element*>(p.o.data) + b * p.o.batch_stride + query * p.o.token_stride +
-                     h * p.o.head_stride + d,
-                 x, y);
+          store2(static_cast<Element*>(p.o.data) + offset_in(p.o, b, query, h) + d, x, y);
+          if (p.o_rest.data != nullptr) {
+            store2(static_cast<Element*>(p.o_rest.data) + offset_in(p.o_rest, b, query, h) + d,
+                   x - to_float(from_float<Element>(x)), y - to_float(from_float<Element>(y)));
+          }
         }
       }
     }
@@ -152,8 +157,9 @@ __device__ __forceinline__ void store_output(const AttentionForwardParams& p,
 template <class Op, int kD, int kMT>
 __global__ __launch_bounds__(
     ForwardShape<Op, kD, kMT>::kThreads,
-    kD == 32 ? 1
-             : 0) void attention_forward_kernel(const __grid_constant__ AttentionForwardParams p) {
+    ForwardShape<Op, kD, kMT>::kMinBlocks) void attention_forward_kernel(const __grid_constant__
+                                                                             AttentionForwardParams
+                                                                                 p) {
   using Shape = ForwardShape<Op, kD, kMT>;
   using Element = typename Op::Element;
   using Tile = typename Shape::Tile;

@@ -6,7 +6,8 @@ void attention_forward_sm90_d256(const AttentionForwardParams& params, cudaStrea
   // head dim, consumer warpgroups, keys a tile, stages
   using Configs = Sm90ForwardConfigs<Sm90ForwardConfig<256, 2, 80, 2>,   // plain
                                      Sm90ForwardConfig<256, 2, 80, 2>,   // at most 64 queries
-                                     Sm90ForwardConfig<256, 2, 32, 3>>;  // dropout, bias, masks
+                                     Sm90ForwardConfig<256, 2, 64, 2>,   // dropout
+                                     Sm90ForwardConfig<256, 2, 32, 3>>;  // bias, masks
   dispatch_attention_forward_sm90<256, Configs>(params, stream);
 }
 

@@ -6,7 +6,8 @@ void attention_forward_sm90_d64(const AttentionForwardParams& params, cudaStream
   // head dim, consumer warpgroups, keys a tile, stages
   using Configs = Sm90ForwardConfigs<Sm90ForwardConfig<64, 3, 128, 2>,   // plain
                                      Sm90ForwardConfig<64, 1, 128, 3>,   // at most 64 queries
-                                     Sm90ForwardConfig<64, 2, 128, 2>>;  // dropout, bias, masks
+                                     Sm90ForwardConfig<64, 3, 96, 2>,    // dropout
+                                     Sm90ForwardConfig<64, 2, 128, 2>>;  // bias, masks
   dispatch_attention_forward_sm90<64, Configs>(params, stream);
 }
 

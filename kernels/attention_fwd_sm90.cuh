@@ -13,6 +13,7 @@
 
 #include "attention_fwd_sm90_items.cuh"
 #include "attention_sm90.h"
+#include "dropout_bits.cuh"
 #include "launch.h"
 #include "mask.cuh"
 #include "ptx_sm90.cuh"
@@ -90,7 +91,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
   extern __shared__ __align__(1024) unsigned char smem_bytes[];
   auto& smem = *reinterpret_cast<ForwardStorage<Config>*>(smem_bytes);
   const AttentionForwardParams& p = params.attention;
-  const int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / kWarpgroup, 0);
+  const int block_warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0), warpgroup = block_warp / 4;
 
   // Barriers: a full one completes by the copy's bytes, an empty one by every consumer warp.
   if (threadIdx.x == 0) {
@@ -150,7 +151,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
     const int consumer = warpgroup - 1;
     const int thread = threadIdx.x % kWarpgroup;
     const int lane = thread % 32, t = lane % 4;
-    const int row = consumer * kQueriesPerWarpgroup + thread / 32 * 16 + lane / 4;
+    const int warp = block_warp - 4;  // of all consumers'
+    const int row = warp * 16 + lane / 4;
 
     const SmemDescriptor q_smem = swizzled_descriptor<Config::kRowBytes>(
         smem_address(smem.q[0][consumer * kQueriesPerWarpgroup]), 0);
@@ -172,6 +174,9 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
       const HeadScores scores(p.sizes, p.scores, item.batch, item.head);
       const float scale_log2 = kModified ? 1.f : scores.scale;
       const int query = item.first_query + row;
+      const int query_block = item.first_query / 16 + warp;
+      [[maybe_unused]] const DropoutLane<false> dropout(
+          kDropout ? scores.seed() : 0, scores.batch_head, scores.keep_threshold, lane / 4, t);
 
       float o[Config::kHeadDim / 2] = {};
       RowState rows;
@@ -180,6 +185,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
         float s[Config::kTileK / 2];
         uint32_t weights[Config::kTileK / 4];
         float correction[2];
+        bool must_rescale;
         // Every key of a tile that ends before this is seen by all of the warpgroup's queries.
         const int seen_by_all =
             keys_visible(item.first_query + consumer * kQueriesPerWarpgroup, p.sizes.num_queries,
@@ -202,16 +208,16 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
                     before};
             mask_scores(s, limit);
           }
-          online_softmax(s, scale_log2, rows, correction);
-          if constexpr (kDropout) {
-#pragma unroll
-            for (int n = 0; n < Config::kTileK / 8; n += 2) {
-              draw_dropout<false>(scores, n, query, first_key + 2 * t,
-                                  [&](int tile, int i, bool keep) {
-                                    if (!keep) s[4 * tile + i] = 0;
-                                  });
-            }
-          }
+          must_rescale = online_softmax<Config::kRescaleLazily>(s, scale_log2, rows, correction);
+        };
+        // Dropout: which weights of a key tile are dropped, and dropping them.
+        [[maybe_unused]] DropoutBits<Config::kTileK, Config::kDropoutCalls> dropped;
+        const auto draw = [&](int first_key) {
+          if constexpr (kDropout) dropped.draw(dropout, query_block, first_key / 16);
+        };
+        const auto pack = [&] {
+          pack_weights<Element>(weights, s);
+          if constexpr (kDropout) drop_weights<Element>(weights, dropped);
         };
         const auto clear_values = [&](uint32_t at, int first_key) {
           clear_absent_values<Config, kModified>(smem.v[at % kStages], scores, first_key,
@@ -227,11 +233,12 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
         multiply_scores<Config, Element>(s, q_smem,
                                          k_smem + position % kStages * sizeof(smem.k[0]));
         wgmma_commit_group();
+        draw(first_key);
         wgmma_wait_group<0>();
         pin_registers(s);
         if (lane == 0) mbarrier_arrive(smem.k_empty[position % kStages]);
         weigh(first_key);
-        pack_weights<Element>(weights, s);
+        pack();
         mbarrier_wait(smem.v_full[position % kStages], position / kStages & 1);
         clear_values(position, first_key);
 
@@ -247,7 +254,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
           wgmma_fence();
           multiply_scores<Config, Element>(s, q_smem, k_smem + next % kStages * sizeof(smem.k[0]));
           wgmma_commit_group();
-          if constexpr (Config::kRescaleEarly) rescale_rows(o, correction);
+          if (Config::kRescaleLazily && must_rescale) rescale_rows(o, correction);
           pin_registers(o);
           pin_registers(weights);
           wgmma_fence();
@@ -258,10 +265,11 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
             named_barrier_arrive(kTurn + next_consumer, kTurnThreads);
           }
 
+          first_key = tile * Config::kTileK;
+          draw(first_key);
           wgmma_wait_group<1>();
           pin_registers(s);
           if (lane == 0) mbarrier_arrive(smem.k_empty[next % kStages]);
-          first_key = tile * Config::kTileK;
           weigh(first_key);
 
           // Waiting for the next values here, not where they are used, also puts a branch between
@@ -271,15 +279,15 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
           pin_registers(o);
           pin_registers(weights);
           if (lane == 0) mbarrier_arrive(smem.v_empty[position % kStages]);
-          pack_weights<Element>(weights, s);
-          if constexpr (!Config::kRescaleEarly) rescale_rows(o, correction);
+          pack();
+          if (!Config::kRescaleLazily && must_rescale) rescale_rows(o, correction);
           position = next;
           if constexpr (kModified) clear_values(position, first_key);
         }
 
         // The last tile's values; Q is free for the next item.
         if (lane == 0) mbarrier_arrive(smem.q_empty);
-        if constexpr (Config::kRescaleEarly) rescale_rows(o, correction);
+        if (Config::kRescaleLazily && must_rescale) rescale_rows(o, correction);
         pin_registers(o);
         pin_registers(weights);
         wgmma_fence();
@@ -307,7 +315,11 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
           (static_cast<int64_t>(item.batch) * p.sizes.num_heads + item.head) * p.sizes.num_queries;
       float* lse_out = p.lse;
       if (p.num_splits == 1) {
-        store_output<Element>(p, o, item.batch, item.head, query, t);
+        store_output<Element>(p.o, p.sizes, o, item.batch, item.head, query, t);
+        if (p.o_rest.data != nullptr) {
+          subtract_rounded<Element>(o);
+          store_output<Element>(p.o_rest, p.sizes, o, item.batch, item.head, query, t);
+        }
       } else {
         first_row += item.split * p.sizes.batch * p.sizes.num_heads * p.sizes.num_queries;
         store_partial(p, o, first_row, query, t);
@@ -358,12 +370,13 @@ void launch_attention_forward_sm90(const AttentionForwardParams& p, cudaStream_t
 }
 
 // The tiles of one padded head dim: where scores are only scaled; for at most 64 queries of that
-// kind; and where scores need more, dropout, bias or masks, and registers for it.
-template <class Plain_, class Short_, class Other_>
+// kind; with dropout; and where a bias or masks need registers.
+template <class Plain_, class Short_, class Dropout_, class Modified_>
 struct Sm90ForwardConfigs {
   using Plain = Plain_;
   using Short = Short_;
-  using Other = Other_;
+  using Dropout = Dropout_;
+  using Modified = Modified_;
 };
 
 template <class Configs, class Element>
@@ -373,11 +386,11 @@ void dispatch_attention_forward_sm90(const AttentionForwardParams& p, cudaStream
                            m.key_keep != nullptr || !(m.scale > 0);
   const bool has_dropout = m.seed != nullptr;
   if (is_modified && has_dropout) {
-    launch_attention_forward_sm90<typename Configs::Other, Element, true, true>(p, stream);
+    launch_attention_forward_sm90<typename Configs::Modified, Element, true, true>(p, stream);
   } else if (is_modified) {
-    launch_attention_forward_sm90<typename Configs::Other, Element, false, true>(p, stream);
+    launch_attention_forward_sm90<typename Configs::Modified, Element, false, true>(p, stream);
   } else if (has_dropout) {
-    launch_attention_forward_sm90<typename Configs::Other, Element, true, false>(p, stream);
+    launch_attention_forward_sm90<typename Configs::Dropout, Element, true, false>(p, stream);
   } else if (p.sizes.num_queries <= Configs::Short::kTileQ) {
     launch_attention_forward_sm90<typename Configs::Short, Element, false, false>(p, stream);
   } else {

@@ -35,8 +35,11 @@ struct Sm90ForwardConfig {
   // Consumers take turns at the tensor cores, so that one's softmax hides behind another's
   // products. With 256 dims the products are long enough to do so unasked.
   static constexpr bool kTakeTurns = kHeadDim <= 128 && kConsumers > 1;
-  // Where the outputs fill half the registers, rescale them while the scores are multiplied.
-  static constexpr bool kRescaleEarly = kHeadDim > 128;
+  // Where the outputs fill half the registers, rescale them while the scores are multiplied, and
+  // only when it matters. With fewer dims the test costs more than it saves.
+  static constexpr bool kRescaleLazily = kHeadDim > 128;
+  // Dropout: Philox calls at a time. Four hide their latencies, two leave registers.
+  static constexpr int kDropoutCalls = kHeadDim > 128 ? 2 : 4;
 
   // Registers a thread. The launch shares them out evenly, setmaxnreg moves them to consumers.
   static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : 24;

@@ -1,4 +1,4 @@
-// The one-launch block's operator: torch tensors in, block_params.h structs out to the kernel.
+// The operator of small problems: torch tensors in, block_params.h structs out to the kernel.
 #include <cuda_runtime.h>
 
 #include <tuple>
@@ -12,7 +12,7 @@ namespace frx {
 namespace {
 
 int32_t int32_of(int64_t value) {
-  STD_TORCH_CHECK(value <= INT32_MAX, "fused_rope_xattn: too large for one launch");
+  STD_TORCH_CHECK(value <= INT32_MAX, "fused_rope_xattn: too large for path 'fused'");
   return static_cast<int32_t>(value);
 }
 
@@ -25,11 +25,11 @@ ProjectionParams& add_projection(ProjectionGroup& group, const Tensor& x, const 
   p.bias = data_of(bias);
   p.out = out.data_ptr();
   p.rows = int32_of(x.size(0) * x.size(1));
-  p.tokens = int32_of(x.size(1));
+  p.tokens = make_divisor(int32_of(x.size(1)));
   p.columns = int32_of(weight.size(0));
   p.depth = int32_of(weight.size(1));
   STD_TORCH_CHECK(p.columns % 8 == 0 && p.depth % 8 == 0,
-                  "fused_rope_xattn: one launch takes widths that are multiples of 8");
+                  "fused_rope_xattn: path 'fused' takes widths that are multiples of 8");
   return p;
 }
 
@@ -52,13 +52,15 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> block_forward(
   STD_TORCH_CHECK(head_dim <= kBlockLargestHeadDim &&
                       padded_head_dim(static_cast<int>(head_dim)) % head_dim == 0 &&
                       head_dim % 8 == 0,
-                  "fused_rope_xattn: one launch takes head dims of 8, 16, 32, 64 and 128");
+                  "fused_rope_xattn: path 'fused' takes head dims of 8, 16, 32, 64 and 128");
+  int32_t head_shift = 0;
+  while ((int64_t{1} << head_shift) < head_dim) ++head_shift;
   BlockForwardParams p{};
 
   // Queries, keys and values
   Tensor q = empty(x_query, {batch, queries, num_heads, head_dim}, type);
   ProjectionParams& q_projection = add_projection(p.inputs, x_query, w_q, b_q, q);
-  q_projection.head_dim = static_cast<int32_t>(head_dim);
+  q_projection.head_shift = head_shift;
   set_rotation(q_projection.rotation, q_positions, q_cos, q_sin, q_rotary_dim, q_interleaved,
                q_axes, q_rope_base, q_full_width);
   const bool is_projected = !w_k_any.has_value();
@@ -70,7 +72,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> block_forward(
     w_k = aligned(*w_k_any);
     w_v = aligned(*w_v_any);
     ProjectionParams& k_projection = add_projection(p.inputs, x_kv, *w_k, b_k, k);
-    k_projection.head_dim = static_cast<int32_t>(head_dim);
+    k_projection.head_shift = head_shift;
     set_rotation(k_projection.rotation, k_positions, k_cos, k_sin, k_rotary_dim, k_interleaved,
                  k_axes, k_rope_base, k_full_width);
     add_projection(p.inputs, x_value, *w_v, b_v, v);
@@ -79,16 +81,17 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> block_forward(
   // Attention
   Tensor o = empty(x_query, {batch, queries, num_heads, head_dim}, type);
   Tensor lse = empty(x_query, {batch, num_heads, queries}, ScalarType::Float);
+  AttentionForwardParams& attention = p.attention.attention;
   const Tensor& all_keys = is_projected ? x_kv : k;
-  p.attention.sizes = sizes_of(q, all_keys);
-  p.attention.scores = modifiers(attn_bias, keep_mask, key_keep, kv_lengths, OptionalTensor(),
-                                 scale, is_causal, 0.0);
-  p.attention.dtype = dtype_of(type, tf32);
-  p.attention.q = heads_view(q);
-  p.attention.k = heads_view(all_keys);
-  p.attention.v = heads_view(is_projected ? x_value : v);
-  p.attention.o = heads_view(o);
-  p.attention.lse = static_cast<float*>(lse.data_ptr());
+  attention.sizes = sizes_of(q, all_keys);
+  attention.scores = modifiers(attn_bias, keep_mask, key_keep, kv_lengths, OptionalTensor(), scale,
+                               is_causal, 0.0);
+  attention.dtype = dtype_of(type, tf32);
+  attention.q = heads_view(q);
+  attention.k = heads_view(all_keys);
+  attention.v = heads_view(is_projected ? x_value : v);
+  attention.o = heads_view(o);
+  attention.lse = static_cast<float*>(lse.data_ptr());
 
   // Output
   Tensor y = empty(x_query, none, type);

@@ -1,5 +1,5 @@
 // CUDA kernels of the operators that ops.py defines: torch tensors in, params.h structs out to the
-// kernels, on libtorch's stable ABI alone. The one-launch block has its own file,
+// kernels, on libtorch's stable ABI alone. The block of small problems has its own file,
 // bindings_block.cpp.
 #include <cuda_runtime.h>
 
@@ -16,29 +16,29 @@
 namespace frx {
 namespace {
 
-// kPortable plans as for a GPU without Hopper's kernels.
-template <bool kPortable>
-std::tuple<Tensor, Tensor> attention_forward(Tensor q_any, Tensor k_any, Tensor v_any,
-                                             OptionalTensor attn_bias, OptionalTensor keep_mask,
-                                             OptionalTensor key_keep, OptionalTensor kv_lengths,
-                                             OptionalTensor seed, double scale, bool is_causal,
-                                             double dropout_p, bool tf32) {
-  const DeviceGuard guard(q_any.get_device_index());
+// o, lse and, if wanted, what rounding took from o; else an empty tensor. kPortable plans as for a
+// GPU without Hopper's kernels.
+template <bool kPortable, bool kWithRest>
+std::tuple<Tensor, Tensor, Tensor> attend(const Tensor& q_any, const Tensor& k_any,
+                                          const Tensor& v_any, const ScoreModifiers& scores,
+                                          bool tf32) {
   const Tensor q = aligned(q_any), k = aligned(k_any), v = aligned(v_any);
   AttentionForwardParams p{};
   p.sizes = sizes_of(q, k);
   const auto& [batch, queries, keys, heads, kv_heads, head_dim] = p.sizes;
-  Tensor o = empty(q, {batch, queries, heads, head_dim}, q.scalar_type());
+  const std::vector<int64_t> none = {0}, shape = {batch, queries, heads, head_dim};
+  Tensor o = empty(q, shape, q.scalar_type());
+  Tensor o_rest = empty(q, kWithRest ? shape : none, q.scalar_type());
   Tensor lse = empty(q, {batch, heads, queries}, ScalarType::Float);
-  if (batch * queries == 0) return {o, lse};
+  if (batch * queries == 0) return {o, lse, o_rest};
 
-  p.scores =
-      modifiers(attn_bias, keep_mask, key_keep, kv_lengths, seed, scale, is_causal, dropout_p);
+  p.scores = scores;
   p.dtype = dtype_of(q.scalar_type(), tf32);
   p.q = heads_view(q);
   p.k = heads_view(k);
   p.v = heads_view(v);
   p.o = heads_view(o);
+  if (kWithRest) p.o_rest = heads_view(o_rest);
   p.lse = static_cast<float*>(lse.data_ptr());
 
   Gpu gpu = current_gpu();
@@ -55,7 +55,30 @@ std::tuple<Tensor, Tensor> attention_forward(Tensor q_any, Tensor k_any, Tensor 
     p.partial_lse = data_as<float>(partial_lse);
   }
   run_attention_forward(p, current_stream(q.get_device_index()));
+  return {o, lse, o_rest};
+}
+
+template <bool kPortable>
+std::tuple<Tensor, Tensor> attention_forward(Tensor q, Tensor k, Tensor v, OptionalTensor attn_bias,
+                                             OptionalTensor keep_mask, OptionalTensor key_keep,
+                                             OptionalTensor kv_lengths, OptionalTensor seed,
+                                             double scale, bool is_causal, double dropout_p,
+                                             bool tf32) {
+  const DeviceGuard guard(q.get_device_index());
+  const auto scores =
+      modifiers(attn_bias, keep_mask, key_keep, kv_lengths, seed, scale, is_causal, dropout_p);
+  const auto [o, lse, rest] = attend<kPortable, false>(q, k, v, scores, tf32);
   return {o, lse};
+}
+
+std::tuple<Tensor, Tensor, Tensor> attention_forward_with_rest(
+    Tensor q, Tensor k, Tensor v, OptionalTensor attn_bias, OptionalTensor keep_mask,
+    OptionalTensor key_keep, OptionalTensor kv_lengths, OptionalTensor seed, double scale,
+    bool is_causal, double dropout_p, bool tf32) {
+  const DeviceGuard guard(q.get_device_index());
+  const auto scores =
+      modifiers(attn_bias, keep_mask, key_keep, kv_lengths, seed, scale, is_causal, dropout_p);
+  return attend<false, true>(q, k, v, scores, tf32);
 }
 
 template <bool kPortable>
@@ -63,7 +86,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
     Tensor dout_any, OptionalTensor dlse, Tensor q_any, Tensor k_any, Tensor v_any, Tensor o_any,
     Tensor lse, OptionalTensor attn_bias, OptionalTensor keep_mask, OptionalTensor key_keep,
     OptionalTensor kv_lengths, OptionalTensor seed, double scale, bool is_causal, double dropout_p,
-    bool tf32, bool need_dq, bool need_dkv, bool need_dbias, bool deterministic) {
+    bool tf32, bool need_dq, bool need_dkv, bool need_dbias, bool deterministic,
+    OptionalTensor o_rest_any) {
   const DeviceGuard guard(q_any.get_device_index());
   const Tensor q = aligned(q_any), k = aligned(k_any), v = aligned(v_any);
   const Tensor o = aligned(o_any), dout = aligned(dout_any);
@@ -95,8 +119,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
   p.dlse = data_as<float>(dlse);
   Tensor delta = empty(q, {batch, heads, queries}, ScalarType::Float);
   p.delta = static_cast<float*>(delta.data_ptr());
-  OptionalTensor weight_scale;
-  if (keys <= kMaxRowSumKeys) {
+  OptionalTensor weight_scale, o_rest;
+  if (o_rest_any.has_value()) {
+    o_rest = aligned(*o_rest_any);
+    p.o_rest = heads_view(*o_rest);
+  } else if (keys <= kMaxRowSumKeys) {
     weight_scale = empty(q, {batch, heads, queries}, ScalarType::Float);
     p.weight_scale = data_as<float>(weight_scale);
   }
@@ -209,6 +236,7 @@ std::tuple<Tensor, Tensor, Tensor> norm_rope_backward(
 
 STABLE_TORCH_LIBRARY_IMPL(fused_rope_xattn, CUDA, m) {
   m.impl("attention_forward", TORCH_BOX(&frx::attention_forward<false>));
+  m.impl("attention_forward_with_rest", TORCH_BOX(&frx::attention_forward_with_rest));
   m.impl("attention_forward_portable", TORCH_BOX(&frx::attention_forward<true>));
   m.impl("attention_backward", TORCH_BOX(&frx::attention_backward<false>));
   m.impl("attention_backward_portable", TORCH_BOX(&frx::attention_backward<true>));

@@ -41,7 +41,7 @@ struct BlockAttentionShape {
       Part parts[kKeyWarps];
     };
   };
-  static_assert(sizeof(SharedStorage) <= kBlockSmemBytes, "fits beside no one else");
+  static_assert(sizeof(SharedStorage) <= 96 * 1024, "what every GPU since sm_80 gives a block");
   using Softmax = OnlineSoftmax<Element, 1, kKeys / 8, kOutTiles>;
 };
 
@@ -60,20 +60,19 @@ __device__ __forceinline__ void sync_chunk(int key_warp) {
 template <class Op, int kD>
 __device__ __forceinline__ void attend_keys(
     const AttentionForwardParams& p, const HeadScores& scores,
-    typename BlockAttentionShape<Op, kD>::SharedStorage& shared, int64_t b, int h, int first_query,
-    float (&o)[1][BlockAttentionShape<Op, kD>::kOutTiles][4],
+    typename BlockAttentionShape<Op, kD>::SharedStorage& shared, int64_t b, int h, int kv_head,
+    int first_query, float (&o)[1][BlockAttentionShape<Op, kD>::kOutTiles][4],
     typename BlockAttentionShape<Op, kD>::Softmax& softmax) {
   using Shape = BlockAttentionShape<Op, kD>;
   using Element = typename Op::Element;
   using Tile = typename Shape::Tile;
-  constexpr int kKeys = Shape::kKeys;
-  const int thread = opaque(threadIdx.x), warp = thread / 32;
+  constexpr int kKeys = Shape::kKeys, kBytes = sizeof(Element);
+  const int thread = threadIdx.x, warp = thread / 32;
   const int key_warp = warp % Shape::kKeyWarps, column_warp = warp / Shape::kKeyWarps;
   const Tile q_tile{shared.q};
   const Tile k_tile{shared.chunks[key_warp].k}, v_tile{shared.chunks[key_warp].v};
 
-  const int num_queries = p.sizes.num_queries;
-  const int kv_head = h / (p.sizes.num_heads / p.sizes.num_kv_heads);
+  const int num_queries = p.sizes.num_queries, head_dim = p.sizes.head_dim;
   const int end = key_tiles_of_queries(first_query, Shape::kQueries, kKeys, num_queries,
                                        scores.key_count, scores.is_causal)
                       .end;
@@ -81,43 +80,67 @@ __device__ __forceinline__ void attend_keys(
       scores.is_plain() && first_query + Shape::kQueries <= num_queries
           ? unmasked_key_tiles(first_query, kKeys, num_queries, scores.key_count, scores.is_causal)
           : 0;
-  const Element* k = static_cast<const Element*>(p.k.data) + offset_in(p.k, b, 0, kv_head);
-  const Element* v = static_cast<const Element*>(p.v.data) + offset_in(p.v, b, 0, kv_head);
-  auto load = [&](Tile tile, const Element* source, int64_t row_stride, int chunk) {
-    const int first_key = chunk * kKeys;
+
+  const RowCopier<Tile, kKeys, 32 * Shape::kColumnWarps> chunk_copier(32 * column_warp +
+                                                                      thread % 32);
+  const int key_row = chunk_copier.row(), column = chunk_copier.column();
+  // Keys of a chunk that exist for this thread: none where its column is padding.
+  const int key_limit = column < head_dim ? scores.key_count : 0;
+  auto load = [&](Tile tile, const char* source, int64_t token_bytes, int chunk) {
+    const int first_key = chunk * kKeys, keys = key_limit - first_key;
     if (chunk < end) {
-      load_tile<kKeys, 32 * Shape::kColumnWarps>(
-          tile, source + first_key * row_stride, row_stride, p.sizes.head_dim,
-          [&](int row) { return scores.key_exists(first_key + row); },
-          32 * column_warp + thread % 32);
+      const char* mine = key_row < keys ? source + (first_key + key_row) * token_bytes : source;
+      const int64_t step_bytes = token_bytes * chunk_copier.kRowStep;
+      if (scores.key_keep == nullptr && keys >= kKeys) {
+        chunk_copier.copy(tile.address(0, 0), mine, step_bytes);
+      } else if (scores.key_keep == nullptr) {
+        chunk_copier.copy(tile.address(0, 0), mine, step_bytes,
+                          [&](int row) { return row < keys; });
+      } else {
+        chunk_copier.copy(tile.address(0, 0), mine, step_bytes,
+                          [&](int row) { return row < keys && scores.key_keep[first_key + row]; });
+      }
     }
     commit_copies();  // also an empty group, so that their count is known
   };
+  const auto* k = static_cast<const Element*>(p.k.data) + offset_in(p.k, b, 0, kv_head) + column;
+  const auto* v = static_cast<const Element*>(p.v.data) + offset_in(p.v, b, 0, kv_head) + column;
+  const char* k_bytes = reinterpret_cast<const char*>(k);
+  const char* v_bytes = reinterpret_cast<const char*>(v);
+  const int64_t k_token_bytes = p.k.token_stride * kBytes,
+                v_token_bytes = p.v.token_stride * kBytes;
 
-  const Element* q = static_cast<const Element*>(p.q.data) + offset_in(p.q, b, first_query, h);
-  load_tile<Shape::kQueries, kBlockThreads>(
-      q_tile, q, p.q.token_stride, p.sizes.head_dim,
-      [&](int row) { return first_query + row < num_queries; }, thread);
-  load(k_tile, k, p.k.token_stride, key_warp);  // in one group with the queries
-  load(v_tile, v, p.v.token_stride, key_warp);
+  const RowCopier<Tile, Shape::kQueries, kBlockThreads> query_copier(thread);
+  if (query_copier.row() < Shape::kQueries) {
+    const int query = first_query + query_copier.row();
+    const bool exists = query < num_queries && query_copier.column() < head_dim;
+    const auto* q = static_cast<const Element*>(p.q.data) +
+                    (exists ? offset_in(p.q, b, query, h) + query_copier.column() : 0);
+    const int queries = query_copier.column() < head_dim ? num_queries - first_query : 0;
+    query_copier.copy(q_tile.address(0, 0), reinterpret_cast<const char*>(q),
+                      p.q.token_stride * (kBytes * query_copier.kRowStep),
+                      [&](int row) { return row < queries; });
+  }
+  load(k_tile, k_bytes, k_token_bytes, key_warp);  // in one group with the queries
+  load(v_tile, v_bytes, v_token_bytes, key_warp);
   wait_copies<1>();
   __syncthreads();  // queries are here, brought by all warps, and the first K
 
   for (int chunk = key_warp; chunk < end; chunk += Shape::kKeyWarps) {
     const int lane = opaque(thread % 32);
-    const int row = first_query + lane / 4, column = chunk * kKeys + 2 * (lane % 4);
+    const int first_row = first_query + lane / 4, first_column = chunk * kKeys + 2 * (lane % 4);
     float s[1][kKeys / 8][4] = {};
     multiply_rows<Op, 1, kKeys / 8, kD>(s, q_tile, 0, k_tile, lane);
     sync_chunk<Shape>(key_warp);  // K has been read
-    load(k_tile, k, p.k.token_stride, chunk + Shape::kKeyWarps);
-    apply_modifiers<false>(s[0], scores, row, column, chunk < plain_end);
+    load(k_tile, k_bytes, k_token_bytes, chunk + Shape::kKeyWarps);
+    apply_modifiers<false>(s[0], scores, first_row, first_column, chunk < plain_end);
     softmax.update(s, o);
     wait_copies<1>();
     sync_chunk<Shape>(key_warp);  // V is here
     multiply_accumulators<Op, 1, kKeys / 8, Shape::kOutTiles>(
         o, s, v_tile, 8 * Shape::kOutTiles * column_warp, lane);
     sync_chunk<Shape>(key_warp);  // V has been read
-    load(v_tile, v, p.v.token_stride, chunk + Shape::kKeyWarps);
+    load(v_tile, v_bytes, v_token_bytes, chunk + Shape::kKeyWarps);
     wait_copies<1>();
     sync_chunk<Shape>(key_warp);  // the next K is here
   }
@@ -132,14 +155,17 @@ __device__ __forceinline__ void merge_parts(
     int first_query) {
   using Shape = BlockAttentionShape<Op, kD>;
   using Element = typename Op::Element;
+  constexpr int kRowStep = kBlockThreads / (kD / 2);
+  static_assert(Shape::kQueries % kRowStep == 0, "every thread has as many rows");
+  const int first_row = threadIdx.x / (kD / 2), d = threadIdx.x % (kD / 2) * 2;
   const AttentionSizes& sizes = p.sizes;
-  for (int i = threadIdx.x; i < Shape::kQueries * kD / 2; i += kBlockThreads) {
-    const int row = i / (kD / 2), d = i % (kD / 2) * 2, query = first_query + row;
-    if (query >= sizes.num_queries || d >= sizes.head_dim) continue;
-    float row_max = negative_infinity();
+#pragma unroll
+  for (int row = first_row; row < Shape::kQueries; row += kRowStep) {
+    float maxima[Shape::kKeyWarps], row_max = negative_infinity();
 #pragma unroll
     for (int w = 0; w < Shape::kKeyWarps; ++w) {
-      row_max = fmaxf(row_max, shared.parts[w].row_max[row]);
+      maxima[w] = shared.parts[w].row_max[row];
+      row_max = fmaxf(row_max, maxima[w]);
     }
     // A row without a key: subtract 0 rather than -inf, so that its weights are 0.
     const float base = row_max == negative_infinity() ? 0.f : row_max;
@@ -147,35 +173,42 @@ __device__ __forceinline__ void merge_parts(
 #pragma unroll
     for (int w = 0; w < Shape::kKeyWarps; ++w) {
       const auto& part = shared.parts[w];
-      const float weight = weight_of<Element>(part.row_max[row] - base);
+      const float weight = weight_of<Element>(maxima[w] - base);
+      const float2 both = *reinterpret_cast<const float2*>(&part.o[row][d]);
       sum = fmaf(weight, part.row_sum[row], sum);
-      x = fmaf(weight, part.o[row][d], x);
-      y = fmaf(weight, part.o[row][d + 1], y);
+      x = fmaf(weight, both.x, x);
+      y = fmaf(weight, both.y, y);
     }
+    const int query = first_query + row;
+    if (query >= sizes.num_queries || d >= sizes.head_dim) continue;
     const float factor = sum > 0.f ? 1.f / sum : 0.f;
     store2(static_cast<Element*>(p.o.data) + offset_in(p.o, b, query, h) + d, x * factor,
            y * factor);
     if (d == 0) {
+      constexpr float kNatural = sizeof(Element) == 2 ? kLn2 : 1.f;
       p.lse[(b * sizes.num_heads + h) * sizes.num_queries + query] =
-          sum > 0.f ? row_max / kScoreUnit<Element> + logf(sum) : negative_infinity();
+          sum > 0.f ? fmaf(row_max, kNatural, logf(sum)) : negative_infinity();
     }
   }
 }
 
+// q, k and v come from the kernel before this one.
 template <class Op, int kD>
-__device__ __forceinline__ void attend_tile(const AttentionForwardParams& p, int tile, char* smem) {
+__device__ __forceinline__ void attend_tile(const BlockAttentionParams& block, int tile,
+                                            char* smem) {
   using Shape = BlockAttentionShape<Op, kD>;
   auto& shared = *reinterpret_cast<typename Shape::SharedStorage*>(smem);
-  const AttentionSizes& sizes = p.sizes;
-  const int num_q_tiles = ceil_div(sizes.num_queries, Shape::kQueries);
-  const int first_query = tile % num_q_tiles * Shape::kQueries;
-  const int batch_head = tile / num_q_tiles, b = batch_head / sizes.num_heads;
-  const int h = batch_head - b * sizes.num_heads;
-  const HeadScores scores(sizes, p.scores, b, h, kScoreUnit<typename Op::Element>);
+  const AttentionForwardParams& p = block.attention;
+  const int batch_head = quotient(tile, block.query_tiles);
+  const int first_query = (tile - batch_head * block.query_tiles.value) * Shape::kQueries;
+  const int b = quotient(batch_head, block.heads), h = batch_head - b * block.heads.value;
+  const HeadScores scores(p.sizes, p.scores, b, h, kScoreUnit<typename Op::Element>);
 
   float o[1][Shape::kOutTiles][4] = {};
   typename Shape::Softmax softmax;
-  attend_keys<Op, kD>(p, scores, shared, b, h, first_query, o, softmax);
+  wait_for_previous_kernel();
+  attend_keys<Op, kD>(p, scores, shared, b, h, quotient(h, block.heads_a_kv_head), first_query, o,
+                      softmax);
   __syncthreads();  // every warp is done with its chunks, which the parts replace
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -195,17 +228,6 @@ __device__ __forceinline__ void attend_tile(const AttentionForwardParams& p, int
   }
   __syncthreads();  // all parts are written
   merge_parts<Op, kD>(p, shared, b, h, first_query);
-  __syncthreads();  // shared memory may be written again
-}
-
-// This block's tiles.
-template <class Op, int kD>
-__device__ __forceinline__ void attend_tiles(const AttentionForwardParams& p, char* smem) {
-  const AttentionSizes& sizes = p.sizes;
-  const int tiles = static_cast<int>(sizes.batch) * sizes.num_heads *
-                    ceil_div(sizes.num_queries, kBlockTileQueries);
-#pragma unroll 1
-  for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) attend_tile<Op, kD>(p, tile, smem);
 }
 
 }  // namespace frx

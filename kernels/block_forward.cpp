@@ -1,8 +1,5 @@
-// Host side of the one-launch block: how the work is cut for the GPU at hand, which kernel runs.
+// Host side of a small block's forward: how the work is cut for the GPU at hand, which kernels run.
 #include "block_forward.h"
-
-#include <algorithm>
-#include <cstdint>
 
 #include "device.h"
 #include "entry.h"
@@ -13,15 +10,15 @@ namespace frx {
 namespace {
 
 void plan_block_forward(BlockForwardParams& p, int num_sms) {
-  const AttentionSizes& sizes = p.attention.sizes;
+  const AttentionSizes& sizes = p.attention.attention.sizes;
   const int columns = padded_head_dim(sizes.head_dim);
-  p.inputs.tile_rows = choose_tile_rows(p.inputs, columns, num_sms);
-  p.output.tile_rows = choose_tile_rows(p.output, columns, num_sms);
-  const int64_t most_tiles =
-      std::max({projection_tiles(p.inputs, p.inputs.tile_rows, columns),
-                sizes.batch * sizes.num_heads * ceil_div(sizes.num_queries, kBlockTileQueries),
-                projection_tiles(p.output, p.output.tile_rows, columns)});
-  p.num_blocks = static_cast<int32_t>(std::clamp<int64_t>(most_tiles, 1, num_sms));
+  const bool is_fp32 = p.attention.attention.dtype == DType::kFloat32;
+  plan_projections(p.inputs, columns, num_sms, is_fp32);
+  plan_projections(p.output, columns, num_sms, is_fp32);
+  p.output.follows_kernel = true;
+  p.attention.query_tiles = make_divisor(ceil_div(sizes.num_queries, kBlockTileQueries));
+  p.attention.heads = make_divisor(sizes.num_heads);
+  p.attention.heads_a_kv_head = make_divisor(sizes.num_heads / sizes.num_kv_heads);
 }
 
 }  // namespace
@@ -29,7 +26,7 @@ void plan_block_forward(BlockForwardParams& p, int num_sms) {
 void run_block_forward(const BlockForwardParams& params, cudaStream_t stream) {
   BlockForwardParams p = params;
   plan_block_forward(p, current_gpu().num_sms);
-  switch (p.attention.dtype) {
+  switch (p.attention.attention.dtype) {
     case DType::kBFloat16:
       return block_forward_bf16(p, stream);
     case DType::kFloat16:

@@ -1,62 +1,92 @@
-// The whole block in one launch, for problems too small to fill a GPU for long: projections of q, k
-// and v, attention, output projection.
+// The block of a small problem in three short kernels: projections of q, k and v, attention, output
+// projection. Each starts while the one before still runs, and has its parameters, its indices and,
+// for the output, its weights at hand by the time that one's results are complete.
 //
-// One block a multiprocessor, all resident. The three phases are separated by barriers across the
-// grid and hand over through global memory, which L2 holds; q, k, v, o and lse are what a backward
-// needs anyway. In each phase a block takes every num_blocks-th tile.
+// One tile a block; q, k, v, o and lse go through global memory, which L2 holds, and are what a
+// backward needs anyway.
 #pragma once
-
-#include <cooperative_groups.h>
 
 #include "block_attention.cuh"
 #include "block_forward.h"
-#include "launch.h"
+#include "chained_launch.cuh"
+#include "plan.h"
 #include "projection_tile.cuh"
 
 namespace frx {
 
+// Blocks that share a multiprocessor.
+template <class Op, int kD, int kRows>
+constexpr int kProjectionBlocks = ProjectionShape<Op, kD, kRows>::kResidents;
 template <class Op, int kD>
-__device__ __forceinline__ void project_group(const ProjectionGroup& group, char* smem) {
-  if (group.tile_rows == kBlockLowTile) {
-    project_tiles<Op, kD, kBlockLowTile / 32>(group, smem);
-  } else {
-    project_tiles<Op, kD, block_high_tile(kD) / 32>(group, smem);
-  }
-}
+constexpr int kAttentionBlocks = Op::kSplits || kD == 128 ? 1 : 2;
 
-// kD: the padded head dim, and the columns of a projection tile.
-template <class Op, int kD>
-__global__ __launch_bounds__(kBlockThreads, 1) void block_forward_kernel(
-    const __grid_constant__ BlockForwardParams p) {
+// kD: the padded head dim, and the columns of a tile.
+template <class Op, int kD, int kRows>
+__global__
+__launch_bounds__(kBlockThreads, kProjectionBlocks<Op, kD, kRows>) void block_projection_kernel(
+    const __grid_constant__ ProjectionGroup group) {
+  using Shape = ProjectionShape<Op, kD, kRows>;
   extern __shared__ __align__(16) char smem[];
-  const auto grid = cooperative_groups::this_grid();
-  // One copy of the projection's code: instructions, too, have to come from memory.
-#pragma unroll 1
-  for (int phase = 0; phase < 2; ++phase) {
-    project_group<Op, kD>(phase == 0 ? p.inputs : p.output, smem);
-    if (phase == 1) return;
-    grid.sync();  // q, k and v are written
-    attend_tiles<Op, kD>(p.attention, smem);
-    if (p.output.count == 0) return;
-    grid.sync();  // o is written
-  }
+  int tile = blockIdx.x, member = 0;
+  while (tile >= group.tiles[member]) tile -= group.tiles[member++];
+  // What comes before the block is complete, also for the kernels after this one, before any of
+  // them reads an argument.
+  if (!group.follows_kernel) wait_for_previous_kernel();
+  let_next_kernel_start();
+  const ProjectionParams& p = group.members[member];
+  const int row_tile = quotient(tile, p.column_tiles);
+  const int column_tile = tile - row_tile * p.column_tiles.value;
+  project_tile<Op, Shape>(p, group.follows_kernel, row_tile * kRows, column_tile * kD, smem);
 }
 
 template <class Op, int kD>
-void launch_block_forward(const BlockForwardParams& p, cudaStream_t stream) {
-  launch_cooperative(block_forward_kernel<Op, kD>, "block_forward", p.num_blocks, kBlockThreads,
-                     kBlockSmemBytes, stream, p);
+__global__ __launch_bounds__(kBlockThreads, kAttentionBlocks<Op, kD>) void block_attention_kernel(
+    const __grid_constant__ BlockAttentionParams p) {
+  extern __shared__ __align__(16) char smem[];
+  let_next_kernel_start();
+  attend_tile<Op, kD>(p, blockIdx.x, smem);
 }
 
-template <class Op>
-void dispatch_block_forward(const BlockForwardParams& p, cudaStream_t stream) {
-  switch (padded_head_dim(p.attention.sizes.head_dim)) {
-    case 32:
-      return launch_block_forward<Op, 32>(p, stream);
-    case 64:
-      return launch_block_forward<Op, 64>(p, stream);
+template <class Op, int kD, int kRows>
+void launch_projections(const ProjectionGroup& group, cudaStream_t stream) {
+  int64_t blocks = 0;
+  for (int i = 0; i < group.count; ++i) blocks += group.tiles[i];
+  launch_chained(block_projection_kernel<Op, kD, kRows>, "block_projection", blocks, kBlockThreads,
+                 ProjectionShape<Op, kD, kRows>::kSmemBytes, stream, group);
+}
+
+template <class Op, int kD>
+void launch_projections(const ProjectionGroup& group, cudaStream_t stream) {
+  switch (group.tile_rows) {
+    case kBlockLowTile:
+      return launch_projections<Op, kD, kBlockLowTile>(group, stream);
+    case kBlockMiddleTile:
+      return launch_projections<Op, kD, kBlockMiddleTile>(group, stream);
     default:
-      return launch_block_forward<Op, 128>(p, stream);
+      return launch_projections<Op, kD, block_high_tile(kD)>(group, stream);
+  }
+}
+
+// ProjectionOp: multiplies what comes from memory, which leaves more ways to split fp32.
+template <class Op, class ProjectionOp, int kD>
+void launch_block_forward(const BlockForwardParams& p, cudaStream_t stream) {
+  launch_projections<ProjectionOp, kD>(p.inputs, stream);
+  const AttentionSizes& sizes = p.attention.attention.sizes;
+  launch_chained(block_attention_kernel<Op, kD>, "block_attention",
+                 sizes.batch * sizes.num_heads * p.attention.query_tiles.value, kBlockThreads,
+                 sizeof(typename BlockAttentionShape<Op, kD>::SharedStorage), stream, p.attention);
+  if (p.output.count > 0) launch_projections<ProjectionOp, kD>(p.output, stream);
+}
+
+template <class Op, class ProjectionOp = Op>
+void dispatch_block_forward(const BlockForwardParams& p, cudaStream_t stream) {
+  switch (padded_head_dim(p.attention.attention.sizes.head_dim)) {
+    case 32:
+      return launch_block_forward<Op, ProjectionOp, 32>(p, stream);
+    case 64:
+      return launch_block_forward<Op, ProjectionOp, 64>(p, stream);
+    default:
+      return launch_block_forward<Op, ProjectionOp, 128>(p, stream);
   }
 }
 

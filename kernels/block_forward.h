@@ -1,4 +1,4 @@
-// The one-launch block, one translation unit a dtype so that they compile side by side.
+// The forward of small problems, one translation unit a dtype so that they compile side by side.
 #pragma once
 
 #include <cuda_runtime.h>

@@ -1,9 +1,11 @@
-// Plain data of the one-launch block: its projections, its attention, and how they are cut in
+// Plain data of a small block's forward: its projections, its attention, and how they are cut in
 // tiles.
 #pragma once
 
 #include <cstdint>
 
+#include "block_rotation.h"
+#include "divisor.h"
 #include "mask.cuh"
 #include "params.h"
 
@@ -16,56 +18,89 @@ struct ProjectionParams {
   const void* bias;    // [columns] or null
   void* out;           // [rows, columns]
   int32_t rows;        // B * T
-  int32_t tokens;      // T
   int32_t columns;     // multiple of 8
   int32_t depth;       // multiple of 8
-  int32_t head_dim;    // what rotates together; says nothing where rotary_dim is 0
-  RotationParams rotation;
+  int32_t head_shift;  // log2 of the head dim; says nothing where rotary_dim is 0
+  Divisor tokens;      // T
+  Divisor column_tiles;
+  BlockRotation rotation;
 };
 
-// Projections that do not depend on each other, and the rows of their tiles.
+// Projections that do not depend on each other, one tile a block.
 struct ProjectionGroup {
   ProjectionParams members[3];
+  int32_t tiles[3];
   int32_t count;
-  int32_t tile_rows;  // kBlockLowTile or block_high_tile()
+  int32_t tile_rows;
+  // x comes from the kernel before, weights do not: they are fetched while that one still runs.
+  bool follows_kernel;
+};
+
+struct BlockAttentionParams {
+  AttentionForwardParams attention;
+  Divisor query_tiles;
+  Divisor heads;
+  Divisor heads_a_kv_head;
 };
 
 struct BlockForwardParams {
   ProjectionGroup inputs;  // q, k, v; q alone where keys and values are projected already
-  AttentionForwardParams attention;
+  BlockAttentionParams attention;
   ProjectionGroup output;  // empty where the merged heads are the result
-  int32_t num_blocks;
 };
 
 // Rows of a projection tile. Its columns are the padded head dim, so that rotated pairs stay
-// together. The high tile is bounded by registers: accumulators, and the angles of a thread's
+// together. The highest tile is bounded by registers: accumulators, and the angles of a thread's
 // pairs.
-constexpr int kBlockLowTile = 32;
+constexpr int kBlockLowTile = 16;
+constexpr int kBlockMiddleTile = 32;
 FRX_HOST_DEVICE constexpr int block_high_tile(int tile_columns) {
   return tile_columns == 32 ? 96 : 64;
 }
-constexpr int kBlockLargestHeadDim = 128;
 constexpr int kBlockTileQueries = 16;
 
-inline int64_t projection_tiles(const ProjectionGroup& group, int tile_rows, int tile_columns) {
-  int64_t tiles = 0;
-  for (int i = 0; i < group.count; ++i) {
-    const ProjectionParams& p = group.members[i];
-    tiles += static_cast<int64_t>(ceil_div(p.rows, tile_rows)) * ceil_div(p.columns, tile_columns);
-  }
-  return tiles;
+inline int64_t projection_tiles(const ProjectionParams& p, int tile_rows, int tile_columns) {
+  return static_cast<int64_t>(ceil_div(p.rows, tile_rows)) * ceil_div(p.columns, tile_columns);
 }
 
-// The tile height whose waves over all multiprocessors take least time, a tile costing its rows
-// and, for filling the pipeline and the epilogue, a fixed share on top.
-inline int choose_tile_rows(const ProjectionGroup& group, int tile_columns, int num_sms) {
-  constexpr int kFixedRows = 16;
-  auto cost = [&](int rows) {
-    const int64_t tiles = projection_tiles(group, rows, tile_columns);
-    return ceil_div(tiles, static_cast<int64_t>(num_sms)) * (rows + kFixedRows);
-  };
-  const int high = block_high_tile(tile_columns);
-  return cost(high) < cost(kBlockLowTile) ? high : kBlockLowTile;
+// Blocks of projection tiles that share a multiprocessor, bounded by registers.
+FRX_HOST_DEVICE constexpr int block_residents(int tile_columns, int tile_rows, bool is_fp32) {
+  const bool is_high = tile_rows == block_high_tile(tile_columns);
+  const int residents = tile_columns == 128 || is_high ? 2 : 3;
+  return is_fp32 || (tile_columns == 128 && is_high) ? residents - 1 : residents;
+}
+
+// The tile height that takes least time: tiles side by side on a multiprocessor share its
+// arithmetic but hide each other's latency, which is as long as kLatencyRows rows take.
+inline int choose_tile_rows(const ProjectionGroup& group, int tile_columns, int num_sms,
+                            bool is_fp32) {
+  constexpr int kLatencyRows = 48;
+  int best = 0;
+  int64_t least = INT64_MAX;
+  for (int rows : {kBlockLowTile, kBlockMiddleTile, block_high_tile(tile_columns)}) {
+    int64_t tiles = 0;
+    for (int i = 0; i < group.count; ++i) {
+      tiles += projection_tiles(group.members[i], rows, tile_columns);
+    }
+    const int64_t sms = num_sms, slots = sms * block_residents(tile_columns, rows, is_fp32);
+    const int64_t cost = ceil_div(tiles, sms) * rows + ceil_div(tiles, slots) * kLatencyRows;
+    if (cost < least) {
+      least = cost;
+      best = rows;
+    }
+  }
+  return best;
+}
+
+// Fills in everything that follows from the sizes.
+inline void plan_projections(ProjectionGroup& group, int tile_columns, int num_sms, bool is_fp32) {
+  group.tile_rows = choose_tile_rows(group, tile_columns, num_sms, is_fp32);
+  for (int i = 0; i < group.count; ++i) {
+    ProjectionParams& p = group.members[i];
+    group.tiles[i] = static_cast<int32_t>(projection_tiles(p, group.tile_rows, tile_columns));
+    p.column_tiles = make_divisor(ceil_div(p.columns, tile_columns));
+    plan_rotation(p.rotation);
+  }
 }
 
 }  // namespace frx

@@ -11,6 +11,15 @@
 
 namespace frx {
 
+// As much of the L1 cache as can be becomes shared memory, so that blocks of a further kernel fit
+// beside this one's.
+template <class Params>
+void prefer_shared_memory(void (*kernel)(Params), const char* name) {
+  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
+                                  cudaSharedmemCarveoutMaxShared),
+             name);
+}
+
 template <class Params>
 void allow_smem(void (*kernel)(Params), const char* name, size_t smem_bytes) {
   if (smem_bytes <= 48 * 1024) return;
@@ -31,18 +40,6 @@ void launch(void (*kernel)(Params), const char* name, int64_t blocks, int thread
   allow_smem(kernel, name, smem_bytes);
   kernel<<<static_cast<unsigned>(blocks), threads, smem_bytes, stream>>>(params);
   check_cuda(cudaGetLastError(), name);
-}
-
-// For kernels whose blocks wait for each other. The driver refuses a grid that cannot be resident
-// as a whole, so such a kernel fails here rather than hang.
-template <class Params>
-void launch_cooperative(void (*kernel)(Params), const char* name, int blocks, int threads,
-                        size_t smem_bytes, cudaStream_t stream, const Params& params) {
-  allow_smem(kernel, name, smem_bytes);
-  void* arguments[] = {const_cast<Params*>(&params)};
-  check_cuda(cudaLaunchCooperativeKernel(kernel, dim3(blocks), dim3(threads), arguments, smem_bytes,
-                                         stream),
-             name);
 }
 
 }  // namespace frx

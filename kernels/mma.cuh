@@ -90,7 +90,8 @@ __device__ __forceinline__ void store2(T* out, float x, float y) {
 template <class T>
 struct HalfOp {
   using Element = T;
-  static constexpr int kK = 16;  // depth of one product
+  static constexpr int kK = 16;    // depth of one product
+  static constexpr int kSums = 4;  // accumulators a thread has of one product
   static constexpr int kDepthUnroll = 16;
   static constexpr bool kSplits = false;  // operands in two parts, in twice the registers
 
@@ -148,7 +149,7 @@ template <int kTerms>
 struct Tf32Op {
   static_assert(kTerms == 1 || kTerms == 4, "one TF32 product, or four for fp32 accuracy");
   using Element = float;
-  static constexpr int kK = 8;
+  static constexpr int kK = 8, kSums = 4;
   // Unrolling further lets the compiler load so far ahead that it spills.
   static constexpr int kDepthUnroll = 2;
   static constexpr bool kSplits = kTerms == 4;
@@ -231,6 +232,95 @@ struct Tf32Op {
 #pragma unroll
       for (int i = 0; i < 4; ++i) c[i] += step[i];
     }
+  }
+};
+
+// fp32 operands as sums of three bf16 numbers, which hold all 24 bits, and the six largest of their
+// nine products. The tensor core cuts off what its sum cannot hold, always towards zero: over many
+// steps a bias as large as all rounding together. Here it has nothing to cut: products of leading
+// parts have 16 bits, accumulate from zero in each step, and are added in fp32; what the other five
+// lose is 2^-8 of that. Loads operands from tiles only.
+struct Bf16x6Op {
+  using Element = float;
+  static constexpr int kK = 16, kSums = 8;  // of leading parts, then of all others
+  static constexpr int kDepthUnroll = 1;
+  static constexpr bool kSplits = true;
+
+  // Each register holds the parts of two elements, 4 apart in the depth: a product sums over its
+  // depth in any order, as long as both operands have the same.
+  struct A {
+    uint32_t parts[3][4];
+  };
+  struct B {
+    uint32_t parts[3][2];
+  };
+
+  // Both numbers in three parts, each rounded to nearest. Cut off instead, all parts would have the
+  // number's sign, and the three products left out would add up to 2^-23 of the result.
+  static __device__ __forceinline__ void split(uint32_t (&parts)[3], uint32_t first,
+                                               uint32_t second) {
+    float x = __uint_as_float(first), y = __uint_as_float(second);
+#pragma unroll
+    for (int i = 0; i < 3; ++i) {
+      parts[i] = pack2(x, y, __nv_bfloat16());
+      x -= __uint_as_float(parts[i] << 16);
+      y -= __uint_as_float(parts[i] & 0xffff0000u);
+    }
+  }
+
+  template <class Tile>
+  static __device__ A load_a(Tile tile, int row, int k_step, int lane) {
+    A a;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      uint32_t r[4];  // rows g and g + 8 at depth t, then at t + 4
+      ldmatrix_x4(r, tile.address(row + lane % 16, 4 * k_step + 2 * half + lane / 16));
+#pragma unroll
+      for (int low = 0; low < 2; ++low) {
+        uint32_t parts[3];
+        split(parts, r[low], r[2 + low]);
+#pragma unroll
+        for (int i = 0; i < 3; ++i) a.parts[i][2 * half + low] = parts[i];
+      }
+    }
+    return a;
+  }
+
+  template <class Tile>
+  static __device__ void load_b(B (&b)[2], Tile tile, int row, int k_step, int lane) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      uint32_t r[4];  // columns of the first tile at depths t and t + 4, then of the second
+      ldmatrix_x4(
+          r, tile.address(row + lane % 8 + 8 * (lane / 16), 4 * k_step + 2 * half + lane / 8 % 2));
+#pragma unroll
+      for (int n = 0; n < 2; ++n) {
+        uint32_t parts[3];
+        split(parts, r[2 * n], r[2 * n + 1]);
+#pragma unroll
+        for (int i = 0; i < 3; ++i) b[n].parts[i][half] = parts[i];
+      }
+    }
+  }
+
+  static __device__ void multiply_add(float (&c)[kSums], const A& a, const B& b) {
+    float step[4] = {0.f, 0.f, 0.f, 0.f}, rest[4] = {c[4], c[5], c[6], c[7]};
+    multiply(step, a, 0, b, 0);
+#pragma unroll
+    for (int order = 2; order > 0; --order) {  // the smallest first
+#pragma unroll
+      for (int i = 0; i <= order; ++i) multiply(rest, a, i, b, order - i);
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      c[i] += step[i];
+      c[4 + i] = rest[i];
+    }
+  }
+
+  static __device__ __forceinline__ void multiply(float (&c)[4], const A& a, int a_part, const B& b,
+                                                  int b_part) {
+    mma_m16n8k16(c, a.parts[a_part], b.parts[b_part][0], b.parts[b_part][1], __nv_bfloat16());
   }
 };
 

@@ -59,11 +59,12 @@ struct AttentionForwardParams {
   AttentionSizes sizes;
   ScoreModifiers scores;
   DType dtype;
-  HeadsView q;  // [B, Tq, H, D]
-  HeadsView k;  // [B, Tk, Hkv, D]
-  HeadsView v;  // [B, Tk, Hkv, D]
-  HeadsView o;  // [B, Tq, H, D]
-  float* lse;   // [B, H, Tq], natural log; -inf for a row without keys
+  HeadsView q;       // [B, Tq, H, D]
+  HeadsView k;       // [B, Tk, Hkv, D]
+  HeadsView v;       // [B, Tk, Hkv, D]
+  HeadsView o;       // [B, Tq, H, D]
+  HeadsView o_rest;  // like o, half types only: what rounding took from it; data null: not wanted
+  float* lse;        // [B, H, Tq], natural log; -inf for a row without keys
 
   bool use_sm90;         // the Hopper kernel instead of the portable one (see plan.h)
   int32_t tile_queries;  // query rows a block of the portable kernel: 64 or 128
@@ -81,6 +82,7 @@ struct AttentionBackwardParams {
   DType dtype;
   HeadsView q, k, v;    // as in the forward
   HeadsView o, dout;    // [B, Tq, H, D]
+  HeadsView o_rest;     // as in the forward; data null: not kept
   const float* lse;     // [B, H, Tq]
   const float* dlse;    // [B, H, Tq] or null
   float* delta;         // [B, H, Tq] workspace: sum over the keys of weight * dweight, less dlse

@@ -44,11 +44,4 @@ ForwardPlan plan_attention_forward(const AttentionForwardParams& params, const G
   return {false, {tile_queries, tile_keys}, static_cast<int>(splits)};
 }
 
-std::string describe(const ForwardPlan& plan) {
-  return std::string(plan.use_sm90 ? "sm90" : "portable") + ", tile " +
-         std::to_string(plan.tile.queries) + " x " + std::to_string(plan.tile.keys) +
-         ", keys split " + std::to_string(plan.num_splits) +
-         (plan.num_splits == 1 ? " way" : " ways");
-}
-
 }  // namespace frx

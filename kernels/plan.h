@@ -3,7 +3,6 @@
 #pragma once
 
 #include <cstdint>
-#include <string>
 
 #include "params.h"
 
@@ -36,14 +35,13 @@ constexpr int forward_tile_keys(bool is_half, int padded_dim, int tile_queries) 
   return tile_queries == 128 || (padded_dim == 128 && !is_half) ? 32 : 64;
 }
 
-// Reads sizes, dtype and which modifiers are present; pointers are compared with null only.
-// Up to so many keys the backward sums each row of weights and weight gradients before it uses
-// them, instead of taking rowsum(dout * o) for the latter: o was rounded, and with few keys that
-// error, common to a whole row, is the largest there is. Two products more.
+// Where the forward did not keep what rounding took from o, the backward sums each row of weights
+// and weight gradients before it uses them, up to so many keys, instead of taking rowsum(dout * o)
+// for the latter: the error of o, common to a whole row, is the largest there is. Two products
+// more.
 constexpr int kMaxRowSumKeys = 1024;
 
+// Reads sizes, dtype and which modifiers are present; pointers are compared with null only.
 ForwardPlan plan_attention_forward(const AttentionForwardParams& params, const Gpu& gpu);
-
-std::string describe(const ForwardPlan& plan);
 
 }  // namespace frx

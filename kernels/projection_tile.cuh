@@ -1,111 +1,175 @@
 // One tile of a projection, out = rotate(x @ weight^T + bias), by a whole block.
 //
-// Eight warps: two along the rows, kN / 32 along the columns, the rest shares the depth, so that a
-// small tile keeps all of them busy. Copies run several stages ahead of the products. While the
-// first ones are under way each thread computes the angles of its pairs; in the end the shares of
-// the depth meet in shared memory, in fp32, where a thread finds both members of a pair.
+// Eight warps: up to two along the rows, kN / 32 along the columns, the rest shares the depth, so
+// that a small tile keeps all of them busy. Copies run several stages ahead of the products. While
+// the first ones are under way each thread computes the angles of its pairs; in the end the shares
+// of the depth meet in shared memory, in fp32, where a thread finds both members of a pair.
 #pragma once
 
 #include "block_params.h"
+#include "chained_launch.cuh"
 #include "mma.cuh"
-#include "positions.cuh"
 #include "rope.cuh"
+#include "row_copier.cuh"
 #include "storage.cuh"
 #include "tile.cuh"
+#include "turns.cuh"
 
 namespace frx {
 
 constexpr int kBlockThreads = 256;
-constexpr int kBlockSmemBytes = 96 * 1024;  // what every GPU since sm_80 gives a block
 
-template <class Op, int kN, int kMT>
+template <class Op, int kColumns, int kRows>
 struct ProjectionShape {
   using Element = typename Op::Element;
-  static constexpr int kM = 32 * kMT;
+  static constexpr int kM = kRows, kN = kColumns;
+  static constexpr int kRowWarps = kM >= 32 ? 2 : 1;
+  static constexpr int kMT = kM / 16 / kRowWarps;
   static constexpr int kColumnWarps = kN / 32;
-  static constexpr int kDepthWarps = kBlockThreads / 32 / 2 / kColumnWarps;
-  static constexpr int kDepth = 128 / sizeof(Element);          // a stage: 128 bytes of every row
+  static constexpr int kDepthWarps = kBlockThreads / 32 / kRowWarps / kColumnWarps;
+  // A stage: 256 bytes of every row.
+  static constexpr int kLine = 128 / static_cast<int>(sizeof(Element));
+  static constexpr int kDepth = 2 * kLine > kDepthWarps* Op::kK ? 2 * kLine : kDepthWarps * Op::kK;
   static constexpr int kSteps = kDepth / Op::kK / kDepthWarps;  // of a warp, a stage
   using Tile = SmemTile<Element, kDepth>;
 
+  // Shared memory for as many blocks as registers allow on a Hopper multiprocessor, within what
+  // every GPU since sm_80 gives one block.
+  static constexpr int kResidents = block_residents(kN, kM, Op::kSplits);
+  static constexpr int kSmemABlock = kResidents == 3 ? 72 * 1024 : 96 * 1024;
   static constexpr int kStageElements = (kM + kN) * kDepth;
-  static constexpr int kStageBytes = kStageElements * sizeof(Element);
-  static constexpr int kFitting = kBlockSmemBytes / kStageBytes;
-  static constexpr int kStages = kFitting < 6 ? kFitting : 6;
+  static constexpr int kStageBytes = kStageElements * static_cast<int>(sizeof(Element));
+  static constexpr int kFitting = kSmemABlock / kStageBytes;
+  static constexpr int kStages = kFitting < 4 ? kFitting : 4;
+  static_assert(kStages >= 2, "one stage is multiplied while the next arrives");
 
   // Rows 32 bytes apart modulo 128: accumulators are written without bank conflicts.
   static constexpr int kSumStride = kN + 8;
   static constexpr int kSumElements = kM * kSumStride;
-  static_assert(kDepthWarps * kSumElements * sizeof(float) <= kBlockSmemBytes, "sums fit");
+  static constexpr int kSumBytes = kDepthWarps * kSumElements * static_cast<int>(sizeof(float));
+  static constexpr int kSmemBytes =
+      kStages * kStageBytes > kSumBytes ? kStages * kStageBytes : kSumBytes;
 
   // The pairs of one thread: one pair of columns in every kRowStep-th row.
   static constexpr int kRowStep = kBlockThreads / (kN / 2);
-  static constexpr int kRowsAThread = kM / kRowStep;
+  static constexpr int kRowsAThread = (kM + kRowStep - 1) / kRowStep;
+  static_assert(kSmemBytes <= 96 * 1024, "what every GPU since sm_80 gives a block");
+  static_assert(kM % kRowStep == 0, "every thread has as many pairs");
 };
 
 // Two columns of a projection that are handled together, and the rotation that turns them.
 struct ColumnPair {
   int first, second;
   int head;
+  int axis;
   int pair;  // within the head; negative where nothing rotates
 };
 
 __device__ __forceinline__ ColumnPair column_pair(const ProjectionParams& p, int column) {
-  const RotationParams& r = p.rotation;
+  const BlockRotation& r = p.rotation;
   if (r.rotary_dim > 0) {
-    const int head = column / p.head_dim, start = head * p.head_dim, pair = (column - start) / 2;
+    const int head = column >> p.head_shift, start = head << p.head_shift;
+    const int pair = (column - start) / 2;
     if (pair < r.rotary_dim / 2) {
-      const PairDims dims = pair_dims(pair, r.rotary_dim, r.axes, r.interleaved);
-      return {start + dims.first, start + dims.second, head, pair};
+      const int axis = quotient(pair, r.axis_pairs), half_width = r.axis_pairs.value;
+      const int first = start + (r.interleaved ? 2 * pair : pair + axis * half_width);
+      return {first, first + (r.interleaved ? 1 : half_width), head, axis, pair};
     }
   }
-  return {column, column + 1, 0, -1};
+  return {column, column + 1, 0, 0, -1};
 }
 
 // Cosine and sine from a table, at the pair or, of a full-width table, at the column.
 __device__ __forceinline__ CosSin table_entry(const ProjectionParams& p, const ColumnPair& columns,
                                               int row, int column) {
-  const RotationParams& r = p.rotation;
-  const int batch = row / p.tokens, token = row - batch * p.tokens;
-  const int index = r.full_width ? column - columns.head * p.head_dim : columns.pair;
+  const BlockRotation& r = p.rotation;
+  const int batch = quotient(row, p.tokens), token = row - batch * p.tokens.value;
+  const int index = r.full_width ? column - (columns.head << p.head_shift) : columns.pair;
   const int64_t entry = batch * r.table_batch_stride + token * r.table_token_stride +
                         columns.head * r.table_head_stride + index;
   return {r.cos[entry], r.sin[entry]};
 }
 
-// angles[i] of the pair in rows first_row + i * row_step.
+// angles[i] of the pair in rows first_row + i * row_step. Three loops, each free of branches, so
+// that the angles of a thread are worked out side by side.
 template <int kCount>
 __device__ __forceinline__ void find_angles(CosSin (&angles)[kCount], const ProjectionParams& p,
                                             const ColumnPair& columns, int first_row,
                                             int row_step) {
-  const RotationParams& r = p.rotation;
+  const BlockRotation& r = p.rotation;
   if (columns.pair < 0) return;
-  const int half_width = r.rotary_dim / r.axes / 2, axis = columns.pair / half_width;
-  const double frequency = r.cos != nullptr ? 0.0
-                                            : inverse_frequency(columns.pair - axis * half_width,
-                                                                2 * half_width, r.log2_base);
+  if (r.cos != nullptr) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      const int row = min(first_row + i * row_step, p.rows - 1);
+      angles[i] = table_entry(p, columns, row, columns.first);
+    }
+    return;
+  }
+  const uint64_t turns = turns_of_pair(r, columns.pair, columns.axis);
+  if (r.positions == nullptr) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      const int row = min(first_row + i * row_step, p.rows - 1);
+      const int token = row - quotient(row, p.tokens) * p.tokens.value;
+      angles[i] = cos_sin_of_turn(fraction_of_turn({token, 0}, turns));
+    }
+    return;
+  }
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
     const int row = min(first_row + i * row_step, p.rows - 1);
-    if (r.cos != nullptr) {
-      angles[i] = table_entry(p, columns, row, columns.first);
-    } else {
-      const int batch = row / p.tokens, token = row - batch * p.tokens;
-      angles[i] = cos_sin(turns_of(position_of(r, batch, token, axis), frequency));
-    }
+    const int batch = quotient(row, p.tokens), token = row - batch * p.tokens.value;
+    angles[i] =
+        cos_sin_of_turn(fraction_of_turn(fixed_position_of(r, batch, token, columns.axis), turns));
   }
 }
 
+// Copies stages of kRows rows of a [rows, depth] matrix to shared memory.
+template <class Tile, int kRows>
+class StageCopier {
+ public:
+  template <class Element>
+  __device__ __forceinline__ StageCopier(const Element* matrix, int first_row, int rows, int depth,
+                                         int thread)
+      : copier_(thread),
+        depth_left_(depth - copier_.column()),
+        rows_left_(rows - first_row),
+        step_bytes_(static_cast<int64_t>(depth) * (Copier::kRowStep * sizeof(Element))) {
+    const int row = copier_.row() < rows_left_ ? first_row + copier_.row() : 0;
+    source_ = reinterpret_cast<const char*>(matrix + static_cast<int64_t>(row) * depth +
+                                            copier_.column());
+  }
+
+  // The stage that starts `start` elements down the depth, to the address of its tile. is_whole:
+  // every row and all of the stage's depth exist.
+  __device__ __forceinline__ void copy(uint32_t tile, int start, bool is_whole) const {
+    constexpr int kElementBytes = 16 / Tile::kChunkElements;
+    if (is_whole) return copier_.copy(tile, source_ + start * kElementBytes, step_bytes_);
+    const int rows = start < depth_left_ ? rows_left_ : 0;
+    copier_.copy(tile, source_ + (rows > 0 ? start * kElementBytes : 0), step_bytes_,
+                 [&](int row) { return row < rows; });
+  }
+
+ private:
+  using Copier = RowCopier<Tile, kRows, kBlockThreads>;
+  Copier copier_;
+  int depth_left_, rows_left_;
+  int64_t step_bytes_;
+  const char* source_;
+};
+
 // c += the products of one stage that are this warp's.
-template <class Shape, class Op, int kMT>
-__device__ __forceinline__ void multiply_stage(float (&c)[kMT][4][4], typename Shape::Tile x_tile,
+template <class Op, class Shape>
+__device__ __forceinline__ void multiply_stage(float (&c)[Shape::kMT][4][Op::kSums],
+                                               typename Shape::Tile x_tile,
                                                typename Shape::Tile weight_tile, int warp_row,
                                                int warp_column, int first_step, int lane) {
 #pragma unroll(Op::kDepthUnroll)
   for (int k = 0; k < Shape::kSteps; ++k) {
-    typename Op::A a[kMT];
+    typename Op::A a[Shape::kMT];
 #pragma unroll
-    for (int m = 0; m < kMT; ++m) {
+    for (int m = 0; m < Shape::kMT; ++m) {
       a[m] = Op::load_a(x_tile, warp_row + 16 * m, first_step + k, lane);
     }
 #pragma unroll
@@ -113,7 +177,7 @@ __device__ __forceinline__ void multiply_stage(float (&c)[kMT][4][4], typename S
       typename Op::B b[2];
       Op::load_b(b, weight_tile, warp_column + 8 * n, first_step + k, lane);
 #pragma unroll
-      for (int m = 0; m < kMT; ++m) {
+      for (int m = 0; m < Shape::kMT; ++m) {
         Op::multiply_add(c[m][n], a[m], b[0]);
         Op::multiply_add(c[m][n + 1], a[m], b[1]);
       }
@@ -121,94 +185,119 @@ __device__ __forceinline__ void multiply_stage(float (&c)[kMT][4][4], typename S
   }
 }
 
+template <class Element>
+__device__ __forceinline__ Pair bias_of(const ProjectionParams& p, const ColumnPair& columns) {
+  if (p.bias == nullptr || columns.first >= p.columns) return {0.f, 0.f};
+  const Element* bias = static_cast<const Element*>(p.bias);
+  return {to_float(bias[columns.first]), to_float(bias[columns.second])};
+}
+
 // Sums the shares of the depth, adds the bias, rotates, rounds once and stores.
 template <class Shape, int kCount>
 __device__ __forceinline__ void finish_tile(const ProjectionParams& p, const float* sums,
-                                            const ColumnPair& columns,
+                                            const ColumnPair& columns, Pair bias,
                                             const CosSin (&angles)[kCount], int first_row,
                                             int first_column, int thread_row) {
   using Element = typename Shape::Element;
   if (columns.first >= p.columns) return;
-  Pair bias = {0.f, 0.f};
-  if (p.bias != nullptr) {
-    const Element* values = static_cast<const Element*>(p.bias);
-    bias = {to_float(values[columns.first]), to_float(values[columns.second])};
-  }
-  const float* first_sums = sums + columns.first - first_column;
-  const float* second_sums = sums + columns.second - first_column;
+  const bool adjacent = columns.second == columns.first + 1;
+  Pair values[kCount];
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
-    const int tile_row = thread_row + i * Shape::kRowStep, row = first_row + tile_row;
-    if (row >= p.rows) return;
-    Pair value = bias;
+    values[i] = bias;
 #pragma unroll
     for (int share = 0; share < Shape::kDepthWarps; ++share) {
-      const int at = share * Shape::kSumElements + tile_row * Shape::kSumStride;
-      value.first += first_sums[at];
-      value.second += second_sums[at];
+      const float* row = sums + share * Shape::kSumElements - first_column +
+                         (thread_row + i * Shape::kRowStep) * Shape::kSumStride;
+      const float2 both = adjacent ? *reinterpret_cast<const float2*>(row + columns.first)
+                                   : make_float2(row[columns.first], row[columns.second]);
+      values[i].first += both.x;
+      values[i].second += both.y;
     }
-    if (columns.pair >= 0) {
-      const CosSin second =
-          p.rotation.full_width ? table_entry(p, columns, row, columns.second) : angles[i];
-      value = rotate(value, angles[i], second);
+  }
+  if (columns.pair >= 0 && p.rotation.full_width) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      const int row = min(first_row + thread_row + i * Shape::kRowStep, p.rows - 1);
+      values[i] = rotate(values[i], angles[i], table_entry(p, columns, row, columns.second));
     }
-    Element* out = static_cast<Element*>(p.out) + static_cast<int64_t>(row) * p.columns;
-    if (columns.second == columns.first + 1) {
-      store2(out + columns.first, value.first, value.second);
+  } else if (columns.pair >= 0) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) values[i] = rotate(values[i], angles[i].cos, angles[i].sin);
+  }
+  const int left = p.rows - first_row - thread_row;
+  Element* out =
+      static_cast<Element*>(p.out) + static_cast<int64_t>(first_row + thread_row) * p.columns;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    if (i * Shape::kRowStep >= left) continue;
+    Element* row = out + i * Shape::kRowStep * static_cast<int64_t>(p.columns);
+    if (adjacent) {
+      store2(row + columns.first, values[i].first, values[i].second);
     } else {
-      out[columns.first] = from_float<Element>(value.first);
-      out[columns.second] = from_float<Element>(value.second);
+      row[columns.first] = from_float<Element>(values[i].first);
+      row[columns.second] = from_float<Element>(values[i].second);
     }
   }
 }
 
-template <class Op, int kN, int kMT>
-__device__ __forceinline__ void project_tile(const ProjectionParams& p, int first_row,
-                                             int first_column, char* smem) {
-  using Shape = ProjectionShape<Op, kN, kMT>;
+template <class Op, class Shape>
+__device__ __forceinline__ void project_tile(const ProjectionParams& p, bool follows_kernel,
+                                             int first_row, int first_column, char* smem) {
   using Element = typename Op::Element;
   using Tile = typename Shape::Tile;
+  constexpr int kMT = Shape::kMT, kStages = Shape::kStages;
   // Opaque, so that nothing derived from it is kept in registers beyond this tile.
   const int thread = opaque(threadIdx.x);
   Element* stages = reinterpret_cast<Element*>(smem);
-  const Element* x = static_cast<const Element*>(p.x) + static_cast<int64_t>(first_row) * p.depth;
-  const Element* weight =
-      static_cast<const Element*>(p.weight) + static_cast<int64_t>(first_column) * p.depth;
+  auto x_tile = [&](int slot) { return Tile{stages + slot * Shape::kStageElements}; };
+  auto weight_tile = [&](int slot) { return Tile{x_tile(slot).data + Shape::kM * Shape::kDepth}; };
+  const StageCopier<Tile, Shape::kM> x_copier(static_cast<const Element*>(p.x), first_row, p.rows,
+                                              p.depth, thread);
+  const StageCopier<Tile, Shape::kN> weight_copier(static_cast<const Element*>(p.weight),
+                                                   first_column, p.columns, p.depth, thread);
   const int num_stages = ceil_div(p.depth, Shape::kDepth);
-  auto x_tile = [&](int i) { return Tile{stages + i % Shape::kStages * Shape::kStageElements}; };
-  auto weight_tile = [&](int i) { return Tile{x_tile(i).data + Shape::kM * Shape::kDepth}; };
-  auto load = [&](int i) {
-    if (i < num_stages) {
-      const int start = i * Shape::kDepth;
-      load_tile<Shape::kM, kBlockThreads>(
-          x_tile(i), x + start, p.depth, p.depth - start,
-          [&](int row) { return first_row + row < p.rows; }, thread);
-      load_tile<kN, kBlockThreads>(
-          weight_tile(i), weight + start, p.depth, p.depth - start,
-          [&](int row) { return first_column + row < p.columns; }, thread);
-    }
+  const bool is_whole = p.depth % Shape::kDepth == 0 && first_row + Shape::kM <= p.rows &&
+                        first_column + Shape::kN <= p.columns;
+  auto load_x = [&](int i, int slot) {
+    if (i < num_stages) x_copier.copy(x_tile(slot).address(0, 0), i * Shape::kDepth, is_whole);
     commit_copies();  // also an empty group, so that counting them is counting stages
   };
-  for (int i = 0; i < Shape::kStages - 1; ++i) load(i);
+  auto load_weight = [&](int i, int slot) {
+    if (i >= num_stages) return;
+    weight_copier.copy(weight_tile(slot).address(0, 0), i * Shape::kDepth, is_whole);
+  };
+  // Complete with the first stage of x
+#pragma unroll
+  for (int i = 0; i < kStages - 1; ++i) load_weight(i, i);
+  if (follows_kernel) wait_for_previous_kernel();
+#pragma unroll
+  for (int i = 0; i < kStages - 1; ++i) load_x(i, i);
 
   // Angles, while the first copies are under way
-  const int thread_row = thread / (kN / 2);
-  const ColumnPair columns = column_pair(p, first_column + thread % (kN / 2) * 2);
+  const int thread_row = thread / (Shape::kN / 2);
+  const ColumnPair columns = column_pair(p, first_column + thread % (Shape::kN / 2) * 2);
   CosSin angles[Shape::kRowsAThread];
   find_angles(angles, p, columns, first_row + thread_row, Shape::kRowStep);
+  const Pair bias = bias_of<Element>(p, columns);
 
   // Products
   const int lane = thread % 32, warp = thread / 32;
-  const int warp_row = warp % 2 * 16 * kMT, warp_column = warp / 2 % Shape::kColumnWarps * 32;
-  const int share = warp / 2 / Shape::kColumnWarps;
-  float c[kMT][4][4] = {};
+  const int warp_row = warp % Shape::kRowWarps * 16 * kMT;
+  const int warp_column = warp / Shape::kRowWarps % Shape::kColumnWarps * 32;
+  const int share = warp / Shape::kRowWarps / Shape::kColumnWarps;
+  float c[kMT][4][Op::kSums] = {};
+  int slot = 0, free_slot = kStages - 1;
 #pragma unroll 1
   for (int i = 0; i < num_stages; ++i) {
-    wait_copies<Shape::kStages - 2>();
+    wait_copies<kStages - 2>();
     __syncthreads();  // stage i is here, and every warp is done with stage i - 1
-    load(i + Shape::kStages - 1);
-    multiply_stage<Shape, Op>(c, x_tile(i), weight_tile(i), warp_row, warp_column,
+    load_weight(i + kStages - 1, free_slot);
+    load_x(i + kStages - 1, free_slot);
+    multiply_stage<Op, Shape>(c, x_tile(slot), weight_tile(slot), warp_row, warp_column,
                               share * Shape::kSteps, lane);
+    free_slot = slot;
+    slot = slot + 1 < kStages ? slot + 1 : 0;
   }
 
   // Every share of the depth to shared memory, in place of the stages
@@ -219,34 +308,18 @@ __device__ __forceinline__ void project_tile(const ProjectionParams& p, int firs
   for (int m = 0; m < kMT; ++m) {
 #pragma unroll
     for (int n = 0; n < 4; ++n) {
+      float (&sum)[Op::kSums] = c[m][n];
+#pragma unroll
+      for (int i = 4; i < Op::kSums; ++i) sum[i - 4] += sum[i];
       float* at = sums + share * Shape::kSumElements +
                   (warp_row + 16 * m + lane / 4) * Shape::kSumStride + warp_column + 8 * n +
                   2 * (lane % 4);
-      store2(at, c[m][n][0], c[m][n][1]);
-      store2(at + 8 * Shape::kSumStride, c[m][n][2], c[m][n][3]);
+      store2(at, sum[0], sum[1]);
+      store2(at + 8 * Shape::kSumStride, sum[2], sum[3]);
     }
   }
   __syncthreads();  // all shares are written
-  finish_tile<Shape>(p, sums, columns, angles, first_row, first_column, thread_row);
-  __syncthreads();  // shared memory may be written again
-}
-
-// This block's tiles of a group.
-template <class Op, int kN, int kMT>
-__device__ __forceinline__ void project_tiles(const ProjectionGroup& group, char* smem) {
-  using Shape = ProjectionShape<Op, kN, kMT>;
-  int tile = blockIdx.x;
-#pragma unroll 1
-  for (int i = 0; i < group.count; ++i) {
-    const ProjectionParams& p = group.members[i];
-    const int column_tiles = ceil_div(p.columns, kN);
-    const int tiles = ceil_div(p.rows, Shape::kM) * column_tiles;
-#pragma unroll 1
-    for (; tile < tiles; tile += gridDim.x) {
-      project_tile<Op, kN, kMT>(p, tile / column_tiles * Shape::kM, tile % column_tiles * kN, smem);
-    }
-    tile -= tiles;
-  }
+  finish_tile<Shape>(p, sums, columns, bias, angles, first_row, first_column, thread_row);
 }
 
 }  // namespace frx

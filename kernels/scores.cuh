@@ -14,6 +14,7 @@
 namespace frx {
 
 constexpr float kLog2e = 1.4426950408889634f;
+constexpr float kLog2eRest = 1.925963e-8f;  // log2(e) - kLog2e
 constexpr float kLn2 = 0.6931471805599453f;
 
 __device__ __forceinline__ float negative_infinity() { return __int_as_float(0xff800000); }
@@ -30,10 +31,18 @@ __device__ __forceinline__ float exp2_approx(float x) {
 template <class Element>
 constexpr float kScoreUnit = sizeof(Element) == 2 ? kLog2e : 1.f;
 
-// exp of a difference of scores.
+// exp of a difference of scores. In fp32 what rounding drops of the exponent enters to first order:
+// it would be the largest error of a weight.
 template <class Element>
 __device__ __forceinline__ float weight_of(float difference) {
-  return exp2_approx(difference * (kLog2e / kScoreUnit<Element>));
+  if constexpr (sizeof(Element) == 2) {
+    return exp2_approx(difference * (kLog2e / kScoreUnit<Element>));
+  } else {
+    const float exponent = difference * kLog2e;
+    const float rest = fmaf(difference, kLog2eRest, fmaf(difference, kLog2e, -exponent));
+    const float weight = exp2_approx(exponent);
+    return difference == negative_infinity() ? 0.f : fmaf(weight, rest * kLn2, weight);
+  }
 }
 
 __device__ __forceinline__ float load_float(const void* data, int64_t index, DType dtype) {

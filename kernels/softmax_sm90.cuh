@@ -8,8 +8,10 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "dropout_bits.cuh"
 #include "params.h"
 #include "scores.cuh"
+#include "storage.cuh"
 
 namespace frx {
 
@@ -39,10 +41,15 @@ __device__ __forceinline__ float quad_sum(float x) {
   return x + __shfl_xor_sync(0xffffffff, x, 2);
 }
 
-// s becomes exp2(scale * (s - running maximum)); correction is what earlier weights lose by the new
-// maximum.
-template <int kCount>
-__device__ __forceinline__ void online_softmax(float (&s)[kCount], float scale, RowState& rows,
+// kLazy: a larger maximum is adopted only when weights would exceed 2^8 otherwise, so that sums and
+// outputs are rescaled a few times a row instead of once a tile. Weights of 2^8 are as exact as
+// of 1.
+constexpr float kMaxExponent = 8.f;
+
+// s becomes exp2(scale * (s - running maximum)); correction is what earlier weights lose by a new
+// maximum. Returns whether outputs must be corrected.
+template <bool kLazy, int kCount>
+__device__ __forceinline__ bool online_softmax(float (&s)[kCount], float scale, RowState& rows,
                                                float (&correction)[2]) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
@@ -52,10 +59,12 @@ __device__ __forceinline__ void online_softmax(float (&s)[kCount], float scale, 
       even = fmaxf(even, s[i]);
       odd = fmaxf(odd, s[i + 1]);
     }
-    const float maximum = quad_max(fmaxf(even, odd));
+    float maximum = quad_max(fmaxf(even, odd));
+    if (kLazy && !((maximum - rows.maximum[r]) * scale > kMaxExponent)) maximum = rows.maximum[r];
     // A row that has seen no key yet: keep -inf - -inf out of the exponents.
     const float offset = maximum == negative_infinity() ? 0.f : maximum * scale;
     correction[r] = exp2_approx(fmaf(rows.maximum[r], scale, -offset));
+    if (kLazy && maximum == rows.maximum[r]) correction[r] = 1.f;
     rows.maximum[r] = maximum;
     float even_sum = 0, odd_sum = 0;
 #pragma unroll
@@ -67,6 +76,7 @@ __device__ __forceinline__ void online_softmax(float (&s)[kCount], float scale, 
     }
     rows.sum[r] = fmaf(rows.sum[r], correction[r], even_sum + odd_sum);
   }
+  return !kLazy || __any_sync(0xffffffff, correction[0] != 1.f || correction[1] != 1.f);
 }
 
 template <int kCount>
@@ -92,6 +102,22 @@ __device__ __forceinline__ void pack_weights(uint32_t (&p)[kCount / 2], const fl
   for (int i = 0; i < kCount / 2; ++i) p[i] = pack<Element>(s[2 * i], s[2 * i + 1]);
 }
 
+// Packed weights become 0 where their bits (dropout_bits.cuh) say so: negative first, then clamped,
+// because the integer pipe has more to do than the one that multiplies.
+template <class Element, int kCount, class Bits>
+__device__ __forceinline__ void drop_weights(uint32_t (&p)[kCount], const Bits& dropped) {
+  using Pair = std::conditional_t<std::is_same_v<Element, __half>, __half2, __nv_bfloat162>;
+  const uint32_t one = pack<Element>(1.f, 1.f), minus_zero = 0x80008000u;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    const uint32_t negated = p[i] ^ (dropped.signs(i) & 0x80008000u);
+    const Pair clamped =
+        __hfma2_relu(reinterpret_cast<const Pair&>(negated), reinterpret_cast<const Pair&>(one),
+                     reinterpret_cast<const Pair&>(minus_zero));
+    p[i] = reinterpret_cast<const uint32_t&>(clamped);
+  }
+}
+
 // ---- results ----------------------------------------------------------------------------------
 
 // Four lanes of a quad hold x[0..3] each; afterwards lane t holds every lane's x[t], in lane order.
@@ -114,13 +140,20 @@ __device__ __forceinline__ uint4 transpose_quad(const uint32_t (&x)[4], int t) {
                   : make_uint4(kept0, kept1, received0, received1);
 }
 
-// o [B, Tq, H, D] rows query and query + 8, 16 bytes a lane.
+// Leaves of o what rounding it takes.
 template <class Element, int kCount>
-__device__ __forceinline__ void store_output(const AttentionForwardParams& p,
+__device__ __forceinline__ void subtract_rounded(float (&o)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) o[i] -= to_float(from_float<Element>(o[i]));
+}
+
+// o in the view [B, Tq, H, D], rows query and query + 8, 16 bytes a lane.
+template <class Element, int kCount>
+__device__ __forceinline__ void store_output(const HeadsView& view, const AttentionSizes& sizes,
                                              const float (&o)[kCount], int batch, int head,
                                              int query, int t) {
   Element* out =
-      static_cast<Element*>(p.o.data) + batch * p.o.batch_stride + head * p.o.head_stride;
+      static_cast<Element*>(view.data) + batch * view.batch_stride + head * view.head_stride;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const int row = query + 8 * r;
@@ -132,8 +165,8 @@ __device__ __forceinline__ void store_output(const AttentionForwardParams& p,
                                  pack<Element>(o[i + 12 + 2 * r], o[i + 13 + 2 * r])};
       const uint4 chunk = transpose_quad(pairs, t);
       const int dim = 2 * i + 8 * t;
-      if (row < p.sizes.num_queries && dim < p.sizes.head_dim) {
-        *reinterpret_cast<uint4*>(out + row * p.o.token_stride + dim) = chunk;
+      if (row < sizes.num_queries && dim < sizes.head_dim) {
+        *reinterpret_cast<uint4*>(out + row * view.token_stride + dim) = chunk;
       }
     }
   }

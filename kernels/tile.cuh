@@ -38,11 +38,18 @@ struct SmemTile {
   }
 };
 
-// 16 bytes from global to shared memory; zeros where the source does not exist.
-__device__ __forceinline__ void copy_async_16(void* smem, const void* gmem, bool exists) {
-  const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(smem));
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(address), "l"(gmem),
+// 16 bytes from global to shared memory.
+__device__ __forceinline__ void copy_async_16(uint32_t smem, const void* gmem) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(smem), "l"(gmem));
+}
+
+// The same, zeros where the source does not exist.
+__device__ __forceinline__ void copy_async_16(uint32_t smem, const void* gmem, bool exists) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(smem), "l"(gmem),
                "r"(exists ? 16 : 0));
+}
+__device__ __forceinline__ void copy_async_16(void* smem, const void* gmem, bool exists) {
+  copy_async_16(static_cast<uint32_t>(__cvta_generic_to_shared(smem)), gmem, exists);
 }
 
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;"); }
@@ -65,7 +72,7 @@ __device__ __forceinline__ void load_tile(SmemTile<Element, kD> tile, const Elem
     const int row = i / Tile::kChunks, chunk = i % Tile::kChunks;
     const bool exists = chunk * Tile::kChunkElements < head_dim && row_exists(row);
     const Element* source = exists ? gmem + row * row_stride + chunk * Tile::kChunkElements : gmem;
-    copy_async_16(tile.chunk(row, chunk), source, exists);
+    copy_async_16(tile.address(row, chunk), source, exists);
   }
 }
 

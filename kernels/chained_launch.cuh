@@ -1,0 +1,60 @@
+// A launch that overlaps the end of the kernel before it in the stream (programmatic dependent
+// launch, Hopper and newer; a plain launch elsewhere).
+#pragma once
+
+#include "device.h"
+#include "launch.h"
+
+namespace frx {
+
+// Device side. Until it has waited, a chained kernel may read only what was written before the
+// kernel that precedes it started. Every thread of every chained kernel waits.
+__device__ __forceinline__ void wait_for_previous_kernel() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// From here on the next kernel's blocks may start where this kernel leaves room.
+__device__ __forceinline__ void let_next_kernel_start() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// Whether the code that runs here was compiled with the waiting in it: PTX of an older architecture
+// that the driver translated for this GPU was not.
+template <class Params>
+bool waits_for_previous_kernel(void (*kernel)(Params), const char* name) {
+  constexpr int kFirstDriver = 12030;  // older ones do not capture such a launch in a graph
+  int driver = 0;
+  check_cuda(cudaDriverGetVersion(&driver), name);
+  if (current_gpu().capability < 90 || driver < kFirstDriver) return false;
+  cudaFuncAttributes attributes;
+  check_cuda(cudaFuncGetAttributes(&attributes, kernel), name);
+  return attributes.ptxVersion >= 90;
+}
+
+// The kernel before it in the stream must be one of ours, launched by the same call.
+template <class Params>
+void launch_chained(void (*kernel)(Params), const char* name, int64_t blocks, int threads,
+                    size_t smem_bytes, cudaStream_t stream, const Params& params) {
+  if (blocks == 0 || blocks > INT32_MAX || !waits_for_previous_kernel(kernel, name)) {
+    return launch(kernel, name, blocks, threads, smem_bytes, stream, params);
+  }
+  allow_smem(kernel, name, smem_bytes);
+  prefer_shared_memory(kernel, name);
+  cudaLaunchAttribute overlap;
+  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  overlap.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>(blocks));
+  config.blockDim = dim3(threads);
+  config.dynamicSmemBytes = smem_bytes;
+  config.stream = stream;
+  config.attrs = &overlap;
+  config.numAttrs = 1;
+  check_cuda(cudaLaunchKernelEx(&config, kernel, params), name);
+}
+
+}  // namespace frx
