@@ -10,6 +10,7 @@ from .module import FusedRoPECrossAttention
 from .norm import Norm
 from .planner import Plan, plan
 from .rope import RoPE, RotaryTable
+from .swap import swap_cross_attention
 
 try:
     __version__ = version("fused-rope-xattn")
@@ -30,5 +31,6 @@ __all__ = [
     "is_available",
     "plan",
     "project_kv",
+    "swap_cross_attention",
     "why_unavailable",
 ]

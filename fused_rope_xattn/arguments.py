@@ -10,31 +10,32 @@ from .rope import RoPE, RopeSide, RotaryTable
 
 
 class Arguments(NamedTuple):
-    """The arguments of ``cross_attention``; ``w_q`` and ``x_query`` are None for ``project_kv``."""
+    """The arguments of ``cross_attention``, tensors first; those of the queries are None for
+    ``project_kv``."""
 
     x_query: Any
-    x_kv: Any
+    x_kv: Any  # the only one of the tensors that may be a ProjectedKV
     w_q: Any = None
     w_k: Any = None
     w_v: Any = None
     w_out: Any = None
-    num_heads: Any = None
-    num_kv_heads: Any = None
     b_q: Any = None
     b_k: Any = None
     b_v: Any = None
     b_out: Any = None
     x_value: Any = None
-    rope: Any = None
     q_positions: Any = None
     k_positions: Any = None
-    q_norm: Any = None
-    k_norm: Any = None
     kv_lengths: Any = None
     kv_keep_mask: Any = None
     attn_bias: Any = None
+    rope: Any = None
+    q_norm: Any = None
+    k_norm: Any = None
+    num_heads: Any = None
+    num_kv_heads: Any = None
     is_causal: Any = False
-    dropout_p: Any = 0.0
+    dropout_p: Any = 0
     scale: Any = None
     path: Any = "auto"
     return_lse: Any = False

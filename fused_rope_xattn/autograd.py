@@ -16,14 +16,13 @@ from torch import Tensor
 from . import composite, fused, split
 from .config import BlockConfig, NormSpec, RotationSpec
 from .rope import Rotation
-from .split import Activations, BlockTensors, Needs, Projection, ProjectionNeeds
+from .split import Activations, BlockTensors, Grads, Needs, Projection, ProjectionNeeds
 
 
 def attend(config: BlockConfig, t: BlockTensors) -> tuple[Tensor, Tensor]:
-    """The block by the split path: ``(y, lse)``."""
+    """The block by the kernels: ``(y, lse)``. The caller has switched autocast off."""
     if not torch.is_grad_enabled():
-        with _autocast_off(t.x_query):
-            y, activations = _forward(config, t)
+        y, activations = _forward(config, t, keep_rest=False)
         return y, activations.lse
     if torch.compiler.is_compiling():
         t = BlockTensors(*_distinct(t))
@@ -59,7 +58,7 @@ class CrossAttentionFunction(torch.autograd.Function):
             t = t._replace(x_value=None)
         needs = _block_needs(ctx.needs_input_grad[1:], shares_x=t.x_value is None)
         with _autocast_off(t.x_query):
-            y, activations = _forward(config, t)
+            y, activations = _forward(config, t, keep_rest=needs.attention)
 
         ctx.config, ctx.needs = config, needs
         t, saved = split.needed(t, activations, needs)
@@ -78,7 +77,7 @@ class CrossAttentionFunction(torch.autograd.Function):
             # Without attention the backward is a plain GEMM, which autograd can record as it is.
             if _is_recorded() and needs.attention:
                 return None, *_recorded_block_backward(config, t, saved, needs, dy, dlse)
-            grads = split.backward(config, t, saved, needs, dy, dlse)
+            grads = _backward(config, t, saved, needs, dy, dlse)
         return (
             None,  # config
             grads.q.x,  # x_query
@@ -150,8 +149,25 @@ class ProjectHeadsFunction(torch.autograd.Function):
         )
 
 
-def _forward(config: BlockConfig, t: BlockTensors) -> tuple[Tensor, Activations]:
-    return fused.forward(config, t) if config.fused else split.forward(config, t)
+def _forward(
+    config: BlockConfig, t: BlockTensors, *, keep_rest: bool
+) -> tuple[Tensor, Activations]:
+    if config.fused:
+        return fused.forward(config, t)
+    return split.forward(config, t, keep_rest=keep_rest)
+
+
+def _backward(
+    config: BlockConfig,
+    t: BlockTensors,
+    saved: Activations,
+    needs: Needs,
+    dy: Tensor | None,
+    dlse: Tensor | None,
+) -> Grads:
+    if dy is not None and fused.takes_backward(config, saved, needs):
+        return fused.backward(config, t, saved, needs, dy, dlse)
+    return split.backward(config, t, saved, needs, dy, dlse)
 
 
 def _block_needs(flags: tuple[bool, ...], shares_x: bool) -> Needs:

@@ -1,9 +1,10 @@
-"""The block in plain PyTorch: its definition, its fallback, and the yardstick of its accuracy.
+"""The block in plain PyTorch: its definition, and its fallback.
 
 Runs on any device and for every option. Matrix products run in the inputs' dtype, as in any eager
-model; norm, rotation and softmax run in fp32 (all in fp64 for fp64 inputs), and q and k are rounded
-once after norm and rotation. Every step supports double backward, forward-mode AD, ``torch.func``,
-``torch.compile`` and ``torch.export``: no branch depends on data.
+model, but those whose result is normed or rotated keep it in fp32: norm, rotation and softmax run
+in fp32 (all in fp64 for fp64 inputs), and q and k are rounded once, behind them. Every step
+supports double backward, forward-mode AD, ``torch.func``, ``torch.compile`` and ``torch.export``:
+no branch depends on data.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from torch import Tensor
 from . import dropout, rope
 from .config import NORM_NONE, BlockConfig, NormSpec
 from .norm import apply_norm
+from .products import compute_dtype as compute_dtype
+from .products import wide_linear
 from .rope import Rotation
 
 
@@ -83,12 +86,15 @@ def project_heads(
     rotation: Rotation,
 ) -> Tensor:  # [B, T, H, D]
     """``rope(norm(heads(x @ weight.T + bias)))``; norm and rotation in fp32, rounded once."""
-    y = x if weight is None else F.linear(x, weight, bias)
+    is_plain = norm[0].kind == NORM_NONE and rotation.spec.rotary_dim == 0
+    y = x
+    if weight is not None:
+        y = (F.linear if is_plain else wide_linear)(x, weight, bias)
     y = split_heads(y, num_heads) if y.dim() == 3 else y
-    if norm[0].kind == NORM_NONE and rotation.spec.rotary_dim == 0:
+    if is_plain:
         return y
     wide = apply_norm(y.to(compute_dtype(y)), *norm)
-    return _turn(wide, rotation).to(y.dtype)
+    return _turn(wide, rotation).to(x.dtype)
 
 
 def attention(
@@ -172,11 +178,6 @@ def split_heads(x: Tensor, num_heads: int) -> Tensor:
     """``[B, T, H*D]`` to ``[B, T, H, D]``."""
     heads: Tensor = x.unflatten(-1, (num_heads, -1))
     return heads
-
-
-def compute_dtype(x: Tensor) -> torch.dtype:
-    """The dtype of norm, rotation and softmax."""
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def _turn(x: Tensor, rotation: Rotation) -> Tensor:  # [B, T, H, D]

@@ -8,6 +8,7 @@ autograd records nothing below the dispatcher. Everything runs in fp32, in fp64 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ from .rope import Rotation
 def register() -> None:
     """Hand these kernels to the dispatcher; once a process."""
     kernels = norm_rope, norm_rope_backward, attention_forward, attention_backward, block_forward
-    for kernel in kernels:
+    for kernel in (*kernels, attention_forward_with_rest, project_group):
         ops.LIBRARY.impl(kernel.__name__, kernel, "CPU")
 
 
@@ -111,6 +112,15 @@ def attention_forward(
     return _fresh(o.transpose(1, 2), q.dtype), lse.contiguous()
 
 
+def attention_forward_with_rest(
+    q: Tensor, k: Tensor, v: Tensor, *options: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    wide = composite.compute_dtype(q)
+    exact, lse = attention_forward(q.to(wide), k.to(wide), v.to(wide), *options)
+    o = exact.to(q.dtype)
+    return o, lse, (exact - o).to(q.dtype)
+
+
 @torch.no_grad()
 def attention_backward(
     dout: Tensor,  # [B, Tq, H, D]
@@ -133,11 +143,14 @@ def attention_backward(
     need_dkv: bool,
     need_dbias: bool,
     deterministic: bool,
+    o_rest: Tensor | None = None,  # [B, Tq, H, D]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     q_, k_, v_ = _attention_inputs(q, k, v, key_keep, kv_lengths)
     group = q.shape[2] // k.shape[2]  # query heads that share a key head
     k_, v_ = k_.repeat_interleave(group, dim=1), v_.repeat_interleave(group, dim=1)
     do_, o_ = (x.transpose(1, 2).to(q_.dtype) for x in (dout, o))
+    if o_rest is not None:
+        o_ = o_ + o_rest.transpose(1, 2).to(q_.dtype)
 
     # Weights again, from the scores and the log-sum-exp
     scores = q_ @ k_.transpose(-1, -2) * scale  # [B, H, Tq, Tk]
@@ -211,6 +224,38 @@ def block_forward(
     if w_k is None:
         k, v = q.new_empty(0), q.new_empty(0)
     return y, q, k, v, o, lse
+
+
+@torch.no_grad()
+def project_group(
+    x_q: Tensor | None,  # [B, T, C], as the other two
+    x_k: Tensor | None,
+    x_v: Tensor | None,
+    w_q: Tensor | None,
+    w_k: Tensor | None,
+    w_v: Tensor | None,
+    b_q: Tensor | None,
+    b_k: Tensor | None,
+    b_v: Tensor | None,
+    q_positions: Tensor | None,
+    q_cos: Tensor | None,
+    q_sin: Tensor | None,
+    k_positions: Tensor | None,
+    k_cos: Tensor | None,
+    k_sin: Tensor | None,
+    num_heads: int,
+    num_kv_heads: int,
+    *options: float,  # q_rotary_dim .. q_full_width, k_rotary_dim .. k_full_width, tile
+) -> tuple[Tensor, Tensor, Tensor]:
+    given = [x for x in (x_q, x_k, x_v) if x is not None]
+    q, k, v = (given[0].new_empty(0) for _ in range(3))
+    if x_q is not None and w_q is not None:
+        q = _projected(x_q, w_q, b_q, (q_positions, q_cos, q_sin), num_heads, options[:5])
+    if x_k is not None and w_k is not None:
+        k = _projected(x_k, w_k, b_k, (k_positions, k_cos, k_sin), num_kv_heads, options[5:10])
+    if x_v is not None and w_v is not None:
+        v = _projected(x_v, w_v, b_v, (None, None, None), num_kv_heads, _UNTURNED)
+    return q, k, v
 
 
 # ------------------------------------------------------------------------------------- their parts

@@ -45,6 +45,8 @@ def keep_mask(
     seed: Tensor, dropout_p: float, batch: int, heads: int, queries: int, keys: int
 ) -> Tensor:
     """Bool ``[B, H, Tq, Tk]``, True where the weight stays."""
+    if torch.compiler.is_compiling():
+        return _keep_each(seed, dropout_p, batch, heads, queries, keys)
     q_tiles, k_tiles = (queries + 15) // 16, (keys + 15) // 16
 
     def axis(
@@ -68,6 +70,25 @@ def keep_mask(
     keep: Tensor = tiles.permute(0, 1, 5, 2, 3, 6, 4, 7) < threshold(dropout_p)
     keep = keep.reshape(batch, heads, q_tiles * 16, k_tiles * 16)
     return keep[:, :, :queries, :keys]
+
+
+def _keep_each(
+    seed: Tensor, dropout_p: float, batch: int, heads: int, queries: int, keys: int
+) -> Tensor:
+    """:func:`keep_mask` with a call for every weight: eight times the arithmetic, but no shape that
+    depends on how lengths divide by 16, for which compiled code would be specialised."""
+    q, k = (torch.arange(size, device=seed.device) for size in (queries, keys))
+    q = q[:, None]
+    sample, head = (torch.arange(size, device=seed.device) for size in (batch, heads))
+    row = (sample[:, None] * heads + head)[..., None, None]  # [B, H, 1, 1]
+    counter = (k >> 4, q >> 4, row & _LOW32, k >> 1 & 3 | (q & 7) << 2 | row >> 32 << 5)
+    words = philox4x32(counter, (seed & _LOW32, seed >> 32 & _LOW32))
+    element = (q >> 3 & 1) * 4 + (k >> 3 & 1) * 2 + (k & 1)
+    word = words[0]
+    for index in (1, 2, 3):
+        word = torch.where(element >> 1 == index, words[index], word)
+    keep: Tensor = (word >> 16 * (element & 1) & 0xFFFF) < threshold(dropout_p)
+    return keep
 
 
 def philox4x32(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,12 +14,11 @@ from . import autograd, composite, planner, split
 from .arguments import Arguments
 from .config import NormSpec, RotationSpec
 from .dropout import draw_seed
+from .inputs import is_dense
 from .kv import ProjectedKV
 from .norm import Norm
-from .prepare import Prepared, autocast, prepare
+from .prepare import Prepared, autocast, autocast_dtype, block_tensors, check_once, prepare
 from .rope import RoPE, RopeLike, Rotation
-
-T = TypeVar("T")
 
 DEFAULT_ROPE = RoPE()
 
@@ -47,7 +47,7 @@ def cross_attention(
     kv_keep_mask: Tensor | None = None,  # bool [B, Tk] or [B, 1|H, 1|Tq, Tk]
     attn_bias: Tensor | None = None,  # broadcastable to [B, H, Tq, Tk]
     is_causal: bool = False,
-    dropout_p: float = 0.0,
+    dropout_p: float = 0,  # 0.0; see config.py for why it is written so
     scale: float | None = None,
     path: str = "auto",
     return_lse: bool = False,
@@ -96,8 +96,8 @@ def cross_attention(
         dropout_p: probability of dropping an attention weight, applied whenever it is above 0. The
             seed comes from torch's generator of the tensors' device.
         scale: of the scores; default ``D ** -0.5``.
-        path: "auto", or "split" (the kernels), "fused" (one launch) or "composite" (PyTorch's own
-            operators) to force one.
+        path: "auto", or "split" (the kernels), "fused" (those of small problems) or "composite"
+            (PyTorch's own operators) to force one.
         return_lse: also return the natural log of the sum of exp of the scores, in fp32 (fp64 in
             fp64), dropout left out.
 
@@ -123,21 +123,21 @@ def cross_attention(
         w_k,
         w_v,
         w_out,
-        num_heads,
-        num_kv_heads,
         b_q,
         b_k,
         b_v,
         b_out,
         x_value,
-        rope,
         q_positions,
         k_positions,
-        q_norm,
-        k_norm,
         kv_lengths,
         kv_keep_mask,
         attn_bias,
+        rope,
+        q_norm,
+        k_norm,
+        num_heads,
+        num_kv_heads,
         is_causal,
         dropout_p,
         scale,
@@ -164,8 +164,8 @@ def project_kv(
     """Keys, normed and rotated, and values, for any number of :func:`cross_attention` calls.
 
     Arguments are those of :func:`cross_attention`; of a pair ``rope`` the second is used. The
-    result is differentiable. Masks are not known here: a token that later calls remove must be
-    finite if gradients of ``w_k`` and ``w_v`` are wanted.
+    result is differentiable. Lengths and masks belong to the calls that use it: NaN or Inf in a
+    token that all of them remove reaches no gradient here either.
     """
     arguments = Arguments(
         None,
@@ -182,37 +182,71 @@ def project_kv(
         k_positions=k_positions,
         k_norm=k_norm,
     )
-    return project_keys_and_values(arguments)
+    return isolating(project_keys_and_values, arguments)
 
 
-def attend(arguments: Arguments, projected: bool = False) -> Any:
+def attend(a: Arguments, projected: bool = False) -> Any:
     """:func:`cross_attention` of its arguments. With ``projected``, ``x_query`` is what a
-    projection outside made, and there are no ``w_q`` and ``w_out``."""
+    projection outside made, and there are no ``w_q`` and ``w_out``.
 
-    def run(a: Arguments) -> Any:
-        return _attend(a, prepare(a, "block", projected))
+    Autocast's casts are done here and once, instead of at every product.
+    """
 
-    return _outside_autocast(run, arguments, arguments.x_query)
+    dtype = autocast_dtype(a.x_query)
+    if dtype is None:
+        return _attend(a, projected)
+    with torch.autocast(a.x_query.device.type, enabled=False):
+        return _attend(autocast(a, dtype), projected)
 
 
-def project_keys_and_values(arguments: Arguments, projected: bool = False) -> ProjectedKV:
+def project_keys_and_values(a: Arguments, projected: bool = False) -> ProjectedKV:
     """:func:`project_kv` of its arguments. With ``projected``, ``x_kv`` and ``x_value`` are what
     projections outside made, and there are no weights: this norms and rotates."""
 
-    def run(a: Arguments) -> ProjectedKV:
+    dtype = autocast_dtype(a.x_kv)
+    if dtype is None:
         return _project_kv(prepare(a, "kv", projected))
+    with torch.autocast(a.x_kv.device.type, enabled=False):
+        return _project_kv(prepare(autocast(a, dtype), "kv", projected))
 
-    return _outside_autocast(run, arguments, arguments.x_kv)
+
+def isolating(make: Callable[[Arguments], ProjectedKV], a: Arguments) -> ProjectedKV:
+    """``make(a)``, in whose backward a token that holds NaN or Inf touches nothing but itself.
+
+    Which tokens later calls will remove is not known here, but NaN must not come in by the weight
+    gradients of those: 0 times NaN is NaN. So the products see 0 there, and NaN is put back behind
+    them, for whoever does attend to the token.
+    """
+    is_wrong = not is_dense(a.x_kv) or not (a.x_value is None or is_dense(a.x_value))
+    if is_wrong or not torch.is_grad_enabled():
+        return make(a)
+    x_kv, k_broken = _without_broken_tokens(a.x_kv)
+    x_value, v_broken = a.x_value, k_broken
+    if x_value is not None:
+        x_value, v_broken = _without_broken_tokens(x_value)
+    k, v = make(a._replace(x_kv=x_kv, x_value=x_value))
+    return ProjectedKV(
+        k.masked_fill(k_broken[:, None, :, None], math.nan),
+        v.masked_fill(v_broken[:, None, :, None], math.nan),
+    )
 
 
-def _attend(a: Arguments, prepared: Prepared) -> Any:
-    problem, config, t = prepared
-    lse: Tensor | None
-    path, reason = planner.choose(prepared, a.path)
+def _without_broken_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
+    """``x`` [B, T, C] with 0 in tokens that hold NaN or Inf, and bool [B, T]: which those are."""
+    broken = ~x.isfinite().all(-1)
+    return x.masked_fill(broken[..., None], 0.0), broken
+
+
+def _attend(a: Arguments, projected: bool) -> Any:
+    checked = check_once(a, "block", projected)
+    problem, t = checked.problem, block_tensors(a, checked.problem)
+    prepared = Prepared(problem, checked.config, t)
+    path, reason = planner.choose(prepared, a.path, known=checked.choices)
+    config = checked.switched(fused=path == "fused")
     if config.dropout_p > 0:
         t = t._replace(seed=draw_seed(problem.device))
+    lse: Tensor | None
     if path != "composite":
-        config = config._replace(fused=path == "fused")
         if t.w_q is None:  # the kernels start from finished queries then
             t = t._replace(x_query=_normed_and_rotated(split.query_projection(config, t)))
             config = config._replace(q_norm=NormSpec(), q_rotation=RotationSpec())
@@ -244,15 +278,6 @@ def _normed_and_rotated(p: split.Projection) -> Tensor:  # [B, T, H, D]
     norm = (p.norm, p.norm_weight, p.norm_bias)
     rotation = Rotation(p.rotation, p.positions, p.cos, p.sin)
     return composite.project_heads(p.x, p.weight, p.bias, p.num_heads, norm, rotation)
-
-
-def _outside_autocast(run: Callable[[Arguments], T], a: Arguments, first: Any) -> T:
-    """``run(a)``, with autocast's casts done here and once instead of at every product."""
-    device_type = first.device.type if isinstance(first, Tensor) else "cpu"
-    if device_type == "meta" or not torch.is_autocast_enabled(device_type):
-        return run(a)
-    with torch.autocast(device_type, enabled=False):
-        return run(autocast(a, torch.get_autocast_dtype(device_type)))
 
 
 def _warn_of_missing_kernels(device: torch.device, reason: str) -> None:

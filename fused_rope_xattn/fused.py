@@ -1,6 +1,7 @@
-"""The one-launch path: the whole forward as one operator, for problems too small to fill a GPU.
+"""The path of problems too small to fill a GPU: the forward as one launch, the backward as three.
 
-Saved for the backward is what the split path saves, so split.py's backward serves both.
+Saved for the backward is what the split path saves, so split.py's backward serves what
+:func:`backward` does not cover.
 """
 
 from __future__ import annotations
@@ -8,21 +9,26 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import ops, split
+from . import block_ops, ops, split
 from .arguments import Problem
+from .block_ops import BlockNeeds
 from .config import NORM_NONE, BlockConfig
 from .ops import TurningTensors
-from .split import Activations, BlockTensors
+from .split import Activations, BlockTensors, Grads, Needs, ProjectionGrads
 
 HEAD_DIMS = (16, 32, 64, 128)
 WIDTH_MULTIPLE = 8
 
-# Up to where one launch pays. Beyond, larger tiles, keys split over blocks, and cuBLAS win back
+# Up to where the small tiles pay. Beyond, larger tiles, keys split over blocks, and cuBLAS win back
 # what the launches cost.
 LARGEST_TILES = 264  # of TILE_QUERIES rows of one head: two for each multiprocessor
 TILE_QUERIES = 64
-LARGEST_KEYS = 512
-LARGEST_PROJECTIONS = 2**29  # multiplications, all projections together
+LARGEST_KEYS = {torch.float32: 1024, torch.float16: 512, torch.bfloat16: 512}
+# Multiplications, all projections together
+LARGEST_PROJECTIONS = {torch.float32: 2**31, torch.float16: 2**29, torch.bfloat16: 2**29}
+# Multiplications of q k^T: the backward's small tiles read keys and queries often, which costs half
+# types more than what they save.
+LARGEST_BACKWARD = {torch.float32: 2**26, torch.float16: 2**24, torch.bfloat16: 2**24}
 
 
 def forward(config: BlockConfig, t: BlockTensors) -> tuple[Tensor, Activations]:
@@ -55,8 +61,67 @@ def forward(config: BlockConfig, t: BlockTensors) -> tuple[Tensor, Activations]:
     return y, Activations(q, k, v, o, lse)
 
 
+def backward(
+    config: BlockConfig,
+    t: BlockTensors,
+    saved: Activations,
+    needs: Needs,
+    dy: Tensor,  # like y
+    dlse: Tensor | None,  # [B, H, Tq]
+) -> Grads:
+    """As :func:`.split.backward`, where :func:`takes_backward` agrees."""
+    zeros: dict[str, Tensor] = {}
+    if dlse is None and needs.kv:
+        zeros = split.shift_of_all_keys(split.key_projection(config, t), needs.k)
+    g = block_ops.block_backward(
+        dy,
+        dlse,
+        t.x_query,
+        t.x_kv,
+        t.x_value,
+        t.w_q,
+        t.w_k,
+        t.w_v,
+        t.w_out,
+        *saved[:5],
+        TurningTensors(t.q_positions, t.q_cos, t.q_sin),
+        TurningTensors(t.k_positions, t.k_cos, t.k_sin),
+        split.score_options(config, t),
+        q_rotation=config.q_rotation,
+        k_rotation=config.k_rotation,
+        needs=BlockNeeds(
+            x_query=needs.q.x,
+            x_kv=needs.k.x,
+            x_value=needs.v.x and t.x_value is not None,
+            w_q=needs.q.weight,
+            w_k=needs.k.weight,
+            w_v=needs.v.weight,
+            w_out=needs.w_out,
+            b_q=needs.q.bias,
+            b_k=needs.k.bias and not zeros,
+            b_v=needs.v.bias,
+            b_out=needs.b_out,
+        ),
+    )
+    return Grads(
+        ProjectionGrads(g.x_query, g.w_q, g.b_q),
+        ProjectionGrads(g.x_kv, g.w_k, g.b_k)._replace(**zeros),
+        ProjectionGrads(g.x_value, g.w_v, g.b_v),
+        None,
+        g.w_out,
+        g.b_out,
+    )
+
+
+def takes_backward(config: BlockConfig, saved: Activations, needs: Needs) -> bool:
+    """Whether :func:`backward` covers what is wanted, and is expected to be the fastest."""
+    if not config.fused or not needs.attention or needs.attn_bias:
+        return False
+    return bool(saved.q.numel() * saved.k.shape[1] <= LARGEST_BACKWARD[saved.q.dtype])
+
+
 def obstacle(problem: Problem, config: BlockConfig, t: BlockTensors) -> str | None:
-    """Why one launch cannot take a call that the kernels can, None if it can."""
+    """Why this path cannot take a call that the kernels can, None if it can."""
     if t.w_q is None:
         return "the queries come projected"
     if config.dropout_p > 0:
@@ -64,18 +129,18 @@ def obstacle(problem: Problem, config: BlockConfig, t: BlockTensors) -> str | No
     if config.q_norm.kind != NORM_NONE or config.k_norm.kind != NORM_NONE:
         return "it has a norm"
     if problem.D not in HEAD_DIMS:
-        return f"one launch takes head dims of {_listed(HEAD_DIMS)}, not {problem.D}"
+        return f"it takes head dims of {_listed(HEAD_DIMS)}, not {problem.D}"
     widths = {"Dq": problem.Dq, "Dout": problem.Dout}
     if t.w_k is not None:
         widths |= {"Dkv": problem.Dkv, "Dv": problem.Dv}
     for name, width in widths.items():
         if width is not None and width % WIDTH_MULTIPLE:
-            return f"one launch takes multiples of {WIDTH_MULTIPLE} as widths, not {name}={width}"
+            return f"it takes multiples of {WIDTH_MULTIPLE} as widths, not {name}={width}"
     return None
 
 
 def pays(problem: Problem, t: BlockTensors) -> bool:
-    """Whether one launch is expected to be the fastest path."""
+    """Whether this path is expected to be the fastest."""
     if torch.compiler.is_exporting():
         return False  # an exported program must not depend on how its lengths compare to these
     p = problem
@@ -83,8 +148,11 @@ def pays(problem: Problem, t: BlockTensors) -> bool:
     multiplications = p.B * p.Tq * p.H * p.D * (p.Dq + (p.Dout or 0))
     if t.w_k is not None:
         multiplications += p.B * p.Tk * p.Hkv * p.D * (p.Dkv + p.Dv)
+    dtype = t.x_query.dtype
     return bool(
-        tiles <= LARGEST_TILES and p.Tk <= LARGEST_KEYS and multiplications <= LARGEST_PROJECTIONS
+        tiles <= LARGEST_TILES
+        and p.Tk <= LARGEST_KEYS[dtype]
+        and multiplications <= LARGEST_PROJECTIONS[dtype]
     )
 
 

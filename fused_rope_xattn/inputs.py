@@ -7,7 +7,7 @@ holds every other condition. Both are walked in order, and the first broken rule
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
@@ -17,6 +17,7 @@ from .arguments import Arguments, Problem, Side, Sizes
 from .kv import ProjectedKV
 from .norm import Norm
 from .rope import RoPE, RopeLike, RotaryTable, sides
+from .rules import Rule, apply_rules, count_rules, is_bool, is_number, kind_rule, show
 
 PATHS = ("auto", "fused", "split", "composite")
 
@@ -109,8 +110,7 @@ TENSORS: dict[str, TensorRule] = {
 def check_tensor(name: str, x: Any, sizes: Sizes, rule_name: str = "") -> None:
     """Raise what is wrong with tensor argument ``name``, if anything."""
     rule = TENSORS[rule_name or name]
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{name}: expected a tensor, got {_show(x)}")
+    _check_is_dense(name, x)
     if rule.dtypes is None:
         if x.dtype != sizes.dtype:
             raise TypeError(
@@ -136,6 +136,24 @@ def check_tensor(name: str, x: Any, sizes: Sizes, rule_name: str = "") -> None:
     raise ValueError(f"{name}: expected shape {wanted}, got {list(shape)}")
 
 
+def is_dense(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.layout is torch.strided and not x.is_nested
+
+
+def _check_is_dense(name: str, x: Any) -> None:
+    if not isinstance(x, Tensor):
+        or_cached = " or a ProjectedKV" if name == "x_kv" else ""
+        raise TypeError(f"{name}: expected a tensor{or_cached}, got {show(x)}")
+    if not is_dense(x):
+        kind = "a nested one" if x.is_nested else f"one of layout {x.layout}"
+        raise TypeError(f"{name}: expected a dense tensor, got {kind}")
+
+
+def _check_is_no_cache(x_kv: Any) -> None:
+    if not isinstance(x_kv, Tensor):
+        raise TypeError(f"x_kv: expected a tensor, got {show(x_kv)}")
+
+
 def _fits(shape: Iterable[int], dims: tuple[Dim, ...], sizes: Sizes) -> bool:
     for size, dim in zip(shape, dims, strict=True):
         if size != sizes.named[dim.symbol] and not (dim.or_one and size == 1):
@@ -158,35 +176,14 @@ def _dtype_names(dtypes: tuple[torch.dtype, ...]) -> str:
 # ------------------------------------------------------------------------ what the rest obeys
 
 
-class Rule(NamedTuple):
-    """``argument`` must be what ``wanted`` says; both texts are formatted with the subject."""
-
-    argument: str
-    error: type[Exception]
-    holds: Callable[[Any], bool]
-    wanted: str
-    got: str = ""  # default: the argument itself
-
-
-def _is_number(x: Any) -> bool:
-    return isinstance(x, (int, float)) and not isinstance(x, bool)
-
-
-def _is_count(x: Any) -> bool:
-    return isinstance(x, int) and not isinstance(x, bool)
-
-
 def _is_rope(x: Any) -> bool:
     if isinstance(x, tuple):
         return len(x) == 2 and all(s is None or isinstance(s, (RoPE, RotaryTable)) for s in x)
     return x is None or isinstance(x, (RoPE, RotaryTable))
 
 
-def _norm_or_none(argument: str) -> Rule:
-    def holds(a: Arguments) -> bool:
-        return isinstance(getattr(a, argument), (Norm, type(None)))
-
-    return Rule(argument, TypeError, holds, "a Norm or None")
+def _is_norm(x: Any) -> bool:
+    return x is None or isinstance(x, Norm)
 
 
 def _applied_already(argument: str) -> Rule:
@@ -196,29 +193,35 @@ def _applied_already(argument: str) -> Rule:
     return Rule(argument, ValueError, holds, "None, since x_kv is a ProjectedKV")
 
 
-ROPE_KIND = Rule(
-    "rope",
-    TypeError,
-    lambda a: _is_rope(a.rope),
-    "a RoPE, a RotaryTable, None, or a pair (q_rope, k_rope) of these",
+ROPE_KIND = kind_rule(
+    "rope", _is_rope, "a RoPE, a RotaryTable, None, or a pair (q_rope, k_rope) of these"
 )
+
+SCALE_RULES = (
+    kind_rule("scale", lambda x: x is None or is_number(x), "a number or None"),
+    Rule(
+        "scale",
+        ValueError,
+        lambda a: a.scale is None or -math.inf < a.scale < math.inf,
+        "a finite number",
+    ),
+)
+
+
+def probability_rules(argument: str) -> tuple[Rule, Rule]:
+    def holds(a: Any) -> bool:
+        return bool(0 <= getattr(a, argument) <= 1)
+
+    return (
+        kind_rule(argument, is_number, "a number"),
+        Rule(argument, ValueError, holds, "a probability within [0, 1]"),
+    )
+
 
 # The subject is an Arguments.
 ARGUMENT_RULES = (
-    Rule("num_heads", TypeError, lambda a: _is_count(a.num_heads), "an int"),
-    Rule("num_heads", ValueError, lambda a: a.num_heads >= 1, "at least 1"),
-    Rule(
-        "num_kv_heads",
-        TypeError,
-        lambda a: a.num_kv_heads is None or _is_count(a.num_kv_heads),
-        "an int or None",
-    ),
-    Rule(
-        "num_kv_heads",
-        ValueError,
-        lambda a: a.num_kv_heads is None or a.num_kv_heads >= 1,
-        "at least 1",
-    ),
+    *count_rules("num_heads"),
+    *count_rules("num_kv_heads", optional=True),
     *map(_applied_already, ("w_k", "w_v", "b_k", "b_v", "x_value", "k_positions", "k_norm")),
     Rule(
         "b_out",
@@ -227,18 +230,12 @@ ARGUMENT_RULES = (
         "None, since w_out is None",
     ),
     ROPE_KIND,
-    *map(_norm_or_none, ("q_norm", "k_norm")),
-    Rule("is_causal", TypeError, lambda a: isinstance(a.is_causal, bool), "a bool"),
-    Rule("return_lse", TypeError, lambda a: isinstance(a.return_lse, bool), "a bool"),
-    Rule("dropout_p", TypeError, lambda a: _is_number(a.dropout_p), "a number"),
-    Rule("dropout_p", ValueError, lambda a: 0 <= a.dropout_p <= 1, "a probability within [0, 1]"),
-    Rule("scale", TypeError, lambda a: a.scale is None or _is_number(a.scale), "a number or None"),
-    Rule(
-        "scale",
-        ValueError,
-        lambda a: a.scale is None or -math.inf < a.scale < math.inf,
-        "a finite number",
-    ),
+    kind_rule("q_norm", _is_norm, "a Norm or None"),
+    kind_rule("k_norm", _is_norm, "a Norm or None"),
+    kind_rule("is_causal", is_bool, "a bool"),
+    kind_rule("return_lse", is_bool, "a bool"),
+    *probability_rules("dropout_p"),
+    *SCALE_RULES,
     Rule("path", ValueError, lambda a: a.path in PATHS, f"one of {', '.join(PATHS)}"),
 )
 
@@ -294,28 +291,6 @@ ROPE_RULES = (
 )
 
 
-def _apply(rules: tuple[Rule, ...], subject: Any) -> None:
-    for rule in rules:
-        if not rule.holds(subject):
-            name, wanted = rule.argument.format(subject), rule.wanted.format(subject)
-            if rule.got:
-                got = rule.got.format(subject)
-            else:
-                got = _show(getattr(subject, name), with_type=rule.error is TypeError)
-            raise rule.error(f"{name}: expected {wanted}, got {got}")
-
-
-def _show(x: Any, with_type: bool = True) -> str:
-    """A value that is short, else its type."""
-    if x is None:
-        return "None"
-    if isinstance(x, tuple):
-        return f"a tuple of {len(x)}: {', '.join(map(_show, x))}"
-    if isinstance(x, (int, float, str)):
-        return f"{type(x).__name__} {x!r}" if with_type else repr(x)
-    return f"a {type(x).__name__}"
-
-
 # ---------------------------------------------------------------------------- walking the tables
 
 Kind: TypeAlias = Literal["block", "kv"]
@@ -329,7 +304,9 @@ def check(a: Arguments, kind: Kind = "block", projected: bool = False) -> Proble
     ``kind`` is "block" for cross_attention and "kv" for project_kv. With ``projected`` the tokens
     of that side are its projections already, and its weights are None.
     """
-    _apply(ARGUMENT_RULES, a)
+    if kind == "kv":
+        _check_is_no_cache(a.x_kv)
+    apply_rules(ARGUMENT_RULES, a)
     sizes = _sizes(a, kind, projected)
     cached = isinstance(a.x_kv, ProjectedKV)
     if cached:
@@ -355,28 +332,48 @@ def check(a: Arguments, kind: Kind = "block", projected: bool = False) -> Proble
     )
 
 
-def check_masks(a: Arguments) -> None:
-    """The rules of what removes keys, for callers that act on it before the call."""
-    (batch, queries, _), keys = _shape("x_query", a.x_query), _shape("x_kv", a.x_kv)[1]
-    named = {"B": batch, "Tq": queries, "Tk": keys, "H": a.num_heads}
-    sizes = Sizes(named, a.x_query.dtype, a.x_query.device, "x_query")
+def check_tokens(a: Arguments, kind: Kind) -> None:
+    """The rules of tokens and of what removes them, for callers that project tokens on their own.
+
+    Widths and dtypes are left to what they are projected by, head counts to what is done next: a
+    projection that is sharded over devices makes only some of the heads.
+    """
+    if kind == "kv":
+        _check_is_no_cache(a.x_kv)
+        first, like, queries = a.x_kv, "x_kv", 0
+        batch, keys, _ = _shape("x_kv", a.x_kv)
+    else:
+        first, like = a.x_query, "x_query"
+        batch, queries, _ = _shape("x_query", a.x_query)
+        if isinstance(a.x_kv, ProjectedKV):
+            return
+        keys = _shape("x_kv", a.x_kv)[1]
+    named = {"B": batch, "Tq": queries, "Tk": keys}
+    for name in ("x_kv", "x_value"):
+        x = getattr(a, name)
+        if x is not None:
+            wanted = [batch, keys, _shape(name, x)[2]]
+            if list(x.shape) != wanted:
+                raise ValueError(f"{name}: expected shape {wanted}, got {list(x.shape)}")
     for name in ("kv_lengths", "kv_keep_mask", "attn_bias"):
         x = getattr(a, name)
         if x is not None:
+            heads = x.shape[-3] if is_dense(x) and x.dim() > 2 else 0
+            sizes = Sizes({**named, "H": heads}, first.dtype, first.device, like)
             check_tensor(name, x, sizes)
 
 
 def check_rope(rope: RopeLike, head_dim: int) -> None:
     """The rules of a rotation that need no tokens."""
-    _apply((ROPE_KIND,), Arguments(None, None, rope=rope))
+    apply_rules((ROPE_KIND,), Arguments(None, None, rope=rope))
     for name, side in zip(("q", "k"), sides(rope), strict=True):
-        _apply(ROPE_RULES[:2], Side(name, side, None, head_dim))
+        apply_rules(ROPE_RULES[:2], Side(name, side, None, head_dim))
 
 
 def _check_side(side: Side, label: str, norm: Norm | None, sizes: Sizes) -> None:
     if isinstance(side.rope, RotaryTable):
         _check_table(side.rope, side.name, label, sizes)
-    _apply(ROPE_RULES, side)
+    apply_rules(ROPE_RULES, side)
     if side.positions is not None:
         axial = " (axial)" if side.axes > 1 else ""
         named = {**sizes.named, "axes": side.axes}
@@ -425,7 +422,7 @@ def _sizes(a: Arguments, kind: Kind, projected: bool) -> Sizes:
     else:
         source = "w_q" if kind == "block" else "w_k"
         width = _shape(source, getattr(a, source))[0]
-    _apply(HEAD_RULES, {**named, "source": source, "width": width, "heads": named[heads]})
+    apply_rules(HEAD_RULES, {**named, "source": source, "width": width, "heads": named[heads]})
     if first.dtype not in FLOATS:
         raise TypeError(f"{like}: expected {_dtype_names(FLOATS)}, got {first.dtype}")
     named["D"] = width // named[heads]
@@ -437,10 +434,9 @@ def _sizes(a: Arguments, kind: Kind, projected: bool) -> Sizes:
 def _shape(name: str, x: Any) -> tuple[int, ...]:
     """The shape of a tensor that has as many axes as its rule says."""
     dims = TENSORS[name].shapes[0]
-    if not isinstance(x, Tensor):
-        or_cached = " or a ProjectedKV" if name == "x_kv" else ""
-        raise TypeError(f"{name}: expected a tensor{or_cached}, got {_show(x)}")
+    _check_is_dense(name, x)
     if x.dim() != len(dims):
         symbols = ", ".join(dim.symbol for dim in dims)
         raise ValueError(f"{name}: expected shape [{symbols}], got {list(x.shape)}")
-    return x.shape
+    shape: tuple[int, ...] = x.shape
+    return shape

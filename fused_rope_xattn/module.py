@@ -8,14 +8,16 @@ import torch
 from torch import Tensor, nn
 
 from .arguments import Arguments
-from .children import as_norm, change_of
-from .functional import attend, project_keys_and_values
-from .inputs import check_rope
+from .children import as_norm, changes_of, weight_and_bias
+from .config import as_text
+from .functional import attend, isolating, project_keys_and_values
+from .inputs import check_tokens
 from .kv import ProjectedKV
+from .module_rules import ModuleOptions, check_module_rope, check_options
 from .norm import Norm
 from .planner import warn_once
 from .prepare import without_removed_tokens
-from .rope import RoPE, RopeLike, RotaryTable, sides
+from .rope import RoPE, RopeLike
 
 ModuleRope = RopeLike | Literal["default"]
 
@@ -30,7 +32,7 @@ class FusedRoPECrossAttention(nn.Module):
     ``q_proj``, ``k_proj``, ``v_proj`` and ``out_proj`` are ``nn.Linear``s, ``q_norm`` and
     ``k_norm`` are ``nn.RMSNorm``s or ``nn.LayerNorm``s (None without ``qk_norm``). Where a child
     was replaced, wrapped, hooked, quantised or parametrised, the children are called themselves,
-    and only what lies between them is computed here.
+    with one warning, and only what lies between them is computed here.
 
     Args:
         dim: width of the query tokens.
@@ -73,17 +75,19 @@ class FusedRoPECrossAttention(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        sizes = (kv_dim, value_dim, inner_dim, out_dim, num_kv_heads)
+        rest = (bias, out_bias, qk_norm, qk_norm_over, scale, dtype)
+        check_options(ModuleOptions(dim, num_heads, dropout, *sizes, *rest))
         inner_dim = dim if inner_dim is None else inner_dim
         kv_dim = dim if kv_dim is None else kv_dim
         self.num_heads = num_heads
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        _check_options(inner_dim, num_heads, self.num_kv_heads, dropout, qk_norm, qk_norm_over)
         self.head_dim = inner_dim // num_heads
         self.dropout = dropout
         self.rope: RopeLike = (
             RoPE(rope_base) if isinstance(rope, str) and rope == "default" else rope
         )
-        _check_rope(self.rope, self.head_dim)
+        check_module_rope(self.rope, self.head_dim)
         self.qk_norm = qk_norm
         self.qk_norm_over = qk_norm_over
         self.scale = scale
@@ -118,37 +122,45 @@ class FusedRoPECrossAttention(nn.Module):
         rope: ModuleRope = "default",
     ) -> Any:  # y [B, Tq, out_dim], or (y, lse) with lse [B, H, Tq]
         """Arguments as for :func:`~.functional.cross_attention`; ``rope`` replaces the module's."""
-        options = Arguments(
+        changed = self._changed_children()
+        w_q = w_k = w_v = w_out = b_q = b_k = b_v = b_out = q_norm = k_norm = None
+        if not changed:
+            children = self._modules
+            w_q, b_q = weight_and_bias(children["q_proj"])
+            w_out, b_out = weight_and_bias(children["out_proj"])
+            q_norm = as_norm(children["q_norm"], self.qk_norm_over)
+            if not isinstance(x_kv, ProjectedKV):
+                w_k, b_k = weight_and_bias(children["k_proj"])
+                w_v, b_v = weight_and_bias(children["v_proj"])
+                k_norm = as_norm(children["k_norm"], self.qk_norm_over)
+        arguments = Arguments(
             x_query,
             x_kv,
-            num_heads=self.num_heads,
-            num_kv_heads=self.num_kv_heads,
-            x_value=x_value,
-            rope=self.rope if _is_default(rope) else rope,
-            q_positions=q_positions,
-            k_positions=k_positions,
-            kv_lengths=kv_lengths,
-            kv_keep_mask=kv_keep_mask,
-            attn_bias=attn_bias,
-            is_causal=is_causal,
-            dropout_p=self.dropout if self.training else 0.0,
-            scale=self.scale,
+            w_q,
+            w_k,
+            w_v,
+            w_out,
+            b_q,
+            b_k,
+            b_v,
+            b_out,
+            x_value,
+            q_positions,
+            k_positions,
+            kv_lengths,
+            kv_keep_mask,
+            attn_bias,
+            self.rope if _is_default(rope) else rope,
+            q_norm,
+            k_norm,
+            self.num_heads,
+            self.num_kv_heads,
+            is_causal,
+            self.dropout if self.training else 0,
+            self.scale,
             return_lse=return_lse,
         )
-        changed = self._changed_children()
-        if changed:
-            return self._forward_by_children(options, changed)
-        if not isinstance(x_kv, ProjectedKV):
-            options = self._with_kv_weights(options)
-        return attend(
-            options._replace(
-                w_q=self.q_proj.weight,
-                b_q=self.q_proj.bias,
-                w_out=self.out_proj.weight,
-                b_out=self.out_proj.bias,
-                q_norm=as_norm(self._modules["q_norm"], self.qk_norm_over),
-            )
-        )
+        return self._forward_by_children(arguments, changed) if changed else attend(arguments)
 
     def project_kv(
         self,
@@ -168,7 +180,28 @@ class FusedRoPECrossAttention(nn.Module):
             rope=self.rope if _is_default(rope) else rope,
             k_positions=k_positions,
         )
-        return self._project_kv(options, self._changed_children())
+        changed = self._changed_children()
+        if changed:
+            check_tokens(options, "kv")
+        return isolating(lambda a: self._project_kv(a, changed), options)
+
+    # Both as text, which is what keeps torch.compile from compiling twice: see config.py.
+
+    @property
+    def dropout(self) -> float:
+        return float(self._dropout)
+
+    @dropout.setter
+    def dropout(self, dropout: float) -> None:
+        self._dropout = as_text(dropout)
+
+    @property
+    def scale(self) -> float | None:
+        return None if self._scale is None else float(self._scale)
+
+    @scale.setter
+    def scale(self, scale: float | None) -> None:
+        self._scale = None if scale is None else as_text(scale)
 
     def extra_repr(self) -> str:
         shown = [f"num_heads={self.num_heads}", f"head_dim={self.head_dim}", f"rope={self.rope}"]
@@ -184,27 +217,21 @@ class FusedRoPECrossAttention(nn.Module):
 
     # ------------------------------------------------------------------------ changed children
 
-    def _changed_children(self) -> set[str]:
-        """Names of the children that must be called themselves."""
-        found = [(name, change_of(self._modules[name])) for name in _CHILDREN]
-        changed = {name: what for name, what in found if what is not None}
+    def _changed_children(self) -> dict[str, str]:
+        """What became of the children that must be called themselves, by name."""
+        changed = changes_of(self._modules, _CHILDREN)
         if changed:
             told = ", ".join(f"{name} {what}" for name, what in changed.items())
             warn_once(f"FusedRoPECrossAttention calls its children one by one, since {told}")
-        return set(changed)
+        return changed
 
-    def _with_kv_weights(self, options: Arguments) -> Arguments:
-        return options._replace(
-            w_k=self.k_proj.weight,
-            w_v=self.v_proj.weight,
-            b_k=self.k_proj.bias,
-            b_v=self.v_proj.bias,
-            k_norm=as_norm(self._modules["k_norm"], self.qk_norm_over),
-        )
-
-    def _project_kv(self, options: Arguments, changed: set[str]) -> ProjectedKV:
-        if changed.isdisjoint(("k_proj", "v_proj", "k_norm")):
-            return project_keys_and_values(self._with_kv_weights(options))
+    def _project_kv(self, options: Arguments, changed: dict[str, str]) -> ProjectedKV:
+        if changed.keys().isdisjoint(("k_proj", "v_proj", "k_norm")):
+            w_k, b_k = weight_and_bias(self._modules["k_proj"])
+            w_v, b_v = weight_and_bias(self._modules["v_proj"])
+            k_norm = as_norm(self._modules["k_norm"], self.qk_norm_over)
+            with_weights = options._replace(w_k=w_k, w_v=w_v, b_k=b_k, b_v=b_v, k_norm=k_norm)
+            return project_keys_and_values(with_weights)
         x_value = options.x_kv if options.x_value is None else options.x_value
         k, v = self.k_proj(options.x_kv), self.v_proj(x_value)
         # Heads by width: a projection that is sharded over devices holds only some of them.
@@ -221,8 +248,9 @@ class FusedRoPECrossAttention(nn.Module):
             projected=True,
         )
 
-    def _forward_by_children(self, options: Arguments, changed: set[str]) -> Any:
+    def _forward_by_children(self, options: Arguments, changed: dict[str, str]) -> Any:
         kv = options.x_kv
+        check_tokens(options, "block")
         if not isinstance(kv, ProjectedKV):
             tokens = without_removed_tokens(options)
             kv = self._project_kv(
@@ -257,7 +285,7 @@ class FusedRoPECrossAttention(nn.Module):
         return self.out_proj(attended)
 
     def _normed(
-        self, x: Tensor, name: str, heads: int, changed: set[str]
+        self, x: Tensor, name: str, heads: int, changed: dict[str, str]
     ) -> tuple[Tensor, Norm | None]:
         """``x`` ``[B, T, H*D]`` after a changed norm, or as it is and the unchanged norm."""
         child = self._modules[name]
@@ -270,37 +298,3 @@ class FusedRoPECrossAttention(nn.Module):
 
 def _is_default(rope: Any) -> bool:
     return isinstance(rope, str) and rope == "default"
-
-
-def _check_options(
-    inner_dim: int,
-    num_heads: int,
-    num_kv_heads: int,
-    dropout: float,
-    qk_norm: str | None,
-    qk_norm_over: str,
-) -> None:
-    if num_heads < 1 or inner_dim < 1 or inner_dim % num_heads:
-        raise ValueError(
-            f"num_heads: expected a divisor of the inner width {inner_dim}, got {num_heads}"
-        )
-    if num_kv_heads < 1 or num_heads % num_kv_heads:
-        raise ValueError(
-            f"num_kv_heads: expected a divisor of num_heads={num_heads}, got {num_kv_heads}"
-        )
-    if not 0 <= dropout <= 1:
-        raise ValueError(f"dropout: expected a probability within [0, 1], got {dropout}")
-    if qk_norm is not None and qk_norm not in _NORMS:
-        raise ValueError(f'qk_norm: expected "rms", "layer" or None, got {qk_norm!r}')
-    if qk_norm_over not in ("head", "inner"):
-        raise ValueError(f'qk_norm_over: expected "head" or "inner", got {qk_norm_over!r}')
-
-
-def _check_rope(rope: RopeLike, head_dim: int) -> None:
-    for side in sides(rope):
-        if isinstance(side, RotaryTable):
-            raise TypeError(
-                "rope: a module holds no tables, which .to() and state_dict() would miss; "
-                "pass a RotaryTable to forward(rope=...)"
-            )
-    check_rope(rope, head_dim)

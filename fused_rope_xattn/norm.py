@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .config import NORM_KINDS, NORM_LAYER, NORM_NONE, NormSpec
+from .rules import is_number, show
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,10 +32,12 @@ class Norm:
     over: Literal["head", "inner"] = "head"
 
     def __post_init__(self) -> None:
-        if self.kind not in NORM_KINDS:
-            raise ValueError(f'Norm: kind must be "rms" or "layer", got {self.kind!r}')
+        if not isinstance(self.kind, str) or self.kind not in NORM_KINDS:
+            raise ValueError(f'Norm: kind must be "rms" or "layer", got {show(self.kind)}')
         if self.over not in ("head", "inner"):
             raise ValueError(f'Norm: over must be "head" or "inner", got {self.over!r}')
+        if not is_number(self.eps):
+            raise TypeError(f"Norm: eps must be a number, got {show(self.eps)}")
         # A removed key is a row of zeros here, which eps = 0 would turn into NaN.
         if not 0 < self.eps < math.inf:
             raise ValueError(f"Norm: eps must be a positive finite number, got {self.eps}")

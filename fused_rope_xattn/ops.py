@@ -50,12 +50,24 @@ _BLOCK_ARGUMENTS = """
 _ATTENTION_BACKWARD = f"""
     Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse,
     {_ATTENTION_OPTIONS}, bool need_dq, bool need_dkv, bool need_dbias,
-    bool deterministic) -> (Tensor, Tensor, Tensor, Tensor)"""
+    bool deterministic, Tensor? o_rest=None) -> (Tensor, Tensor, Tensor, Tensor)"""
+
+_GROUP_ARGUMENTS = """
+    Tensor? x_q, Tensor? x_k, Tensor? x_v, Tensor? w_q, Tensor? w_k, Tensor? w_v,
+    Tensor? b_q, Tensor? b_k, Tensor? b_v,
+    Tensor? q_positions, Tensor? q_cos, Tensor? q_sin,
+    Tensor? k_positions, Tensor? k_cos, Tensor? k_sin,
+    int num_heads, int num_kv_heads,
+    int q_rotary_dim, bool q_interleaved, int q_axes, float q_rope_base, bool q_full_width,
+    int k_rotary_dim, bool k_interleaved, int k_axes, float k_rope_base, bool k_full_width,
+    int tile"""
 
 SCHEMAS = (
     f"norm_rope(Tensor x, {_NORM_ROPE_OPTIONS}, ScalarType dtype) -> Tensor",
     f"norm_rope_backward(Tensor grad, Tensor? x, {_NORM_ROPE_OPTIONS}) -> (Tensor, Tensor, Tensor)",
     f"attention_forward(Tensor q, Tensor k, Tensor v, {_ATTENTION_OPTIONS}) -> (Tensor, Tensor)",
+    f"attention_forward_with_rest(Tensor q, Tensor k, Tensor v, {_ATTENTION_OPTIONS})"
+    " -> (Tensor o, Tensor lse, Tensor o_rest)",
     # The binary's kernels for GPUs older than Hopper, on any GPU: for tests.
     "attention_forward_portable"
     f"(Tensor q, Tensor k, Tensor v, {_ATTENTION_OPTIONS}) -> (Tensor, Tensor)",
@@ -63,6 +75,7 @@ SCHEMAS = (
     f"attention_backward_portable({_ATTENTION_BACKWARD}",  # for tests, too
     f"block_forward({_BLOCK_ARGUMENTS})"
     " -> (Tensor y, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse)",
+    f"project_group({_GROUP_ARGUMENTS}) -> (Tensor q, Tensor k, Tensor v)",
     "build_info() -> str",  # defined by the binary alone: JSON of what it was built from and for
 )
 
@@ -150,6 +163,21 @@ def attention_forward(
     return result
 
 
+def attention_forward_with_rest(
+    q: Tensor, k: Tensor, v: Tensor, options: ScoreOptions
+) -> tuple[Tensor, Tensor, Tensor]:  # o, lse, and [B, Tq, H, D]
+    """:func:`attention_forward`, and what rounding took from ``o``, which the backward wants.
+
+    For half types only.
+    """
+    result: tuple[Tensor, Tensor, Tensor] = (
+        torch.ops.fused_rope_xattn.attention_forward_with_rest.default(
+            readable(q), readable(k), readable(v), *options
+        )
+    )
+    return result
+
+
 def attention_backward(
     dout: Tensor,  # [B, Tq, H, D]
     dlse: Tensor | None,  # [B, H, Tq]
@@ -164,8 +192,12 @@ def attention_backward(
     need_dkv: bool,
     need_dbias: bool,
     deterministic: bool = True,
+    o_rest: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """``dq, dk, dv, dbias``; what is not needed is an empty tensor of shape ``[0]``."""
+    """``dq, dk, dv, dbias``; what is not needed is an empty tensor of shape ``[0]``.
+
+    ``o_rest``: see :func:`attention_forward_with_rest`; without it each row is summed again.
+    """
     bias = options.attn_bias
     if need_dbias and bias is not None and bias.shape[-1] == 1:
         dbias = _gradient_of_row_bias(bias, dlse, lse)
@@ -186,6 +218,7 @@ def attention_backward(
             need_dkv,
             need_dbias,
             deterministic,
+            o_rest,
         )
     )
     return result if dbias is None else (*result[:3], dbias)
@@ -228,7 +261,7 @@ def block_forward(
     q_rotation: RotationSpec,
     k_rotation: RotationSpec,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The whole block without norms and dropout in one launch: ``y, q, k, v, o, lse``.
+    """The whole block without norms and dropout in three chained kernels: ``y, q, k, v, o, lse``.
 
     What is not computed is an empty tensor of shape ``[0]``: ``k`` and ``v`` without ``w_k`` and
     ``w_v``, ``y`` without ``w_out``.
@@ -258,6 +291,47 @@ def block_forward(
         options.scale,
         options.is_causal,
         options.tf32,
+    )
+
+
+class HeadsProjection(NamedTuple):
+    """One member of a group of projections, to be rotated or not."""
+
+    x: Tensor  # [B, T, C]
+    weight: Tensor  # [H*D, C]
+    bias: Tensor | None  # [H*D]
+    turning: TurningTensors
+    num_heads: int
+    rotation: RotationSpec
+
+
+def project_group(
+    q: HeadsProjection | None,
+    k: HeadsProjection | None,
+    v: HeadsProjection | None,  # never rotated; as many heads as k
+    tile: int = -1,  # index of a tile size of the kernel; negative: its choice
+) -> tuple[Tensor, Tensor, Tensor]:  # [B, T, H, D] each
+    """``rotate(heads(x @ weight.T + bias))`` of each member, one launch, rounded once.
+
+    The result of an absent member is an empty tensor of shape ``[0]``.
+    """
+    members = q, k, v
+    kv = k or v
+    turning = [
+        _rotation_tensors(*m.turning, compute_dtype(m.x)) if m else (None, None, None)
+        for m in (q, k)
+    ]
+    return torch.ops.fused_rope_xattn.project_group.default(  # type: ignore[no-any-return]
+        *_contiguous(*(m and m.x for m in members)),
+        *_contiguous(*(m and m.weight for m in members)),
+        *_contiguous(*(m and m.bias for m in members)),
+        *turning[0],
+        *turning[1],
+        q.num_heads if q else 1,
+        kv.num_heads if kv else 1,
+        *_flat(q.rotation if q else RotationSpec()),
+        *_flat(k.rotation if k else RotationSpec()),
+        tile,
     )
 
 
@@ -366,6 +440,13 @@ def _fake_attention_forward(
     return q.new_empty(q.shape), q.new_empty((batch, heads, queries), dtype=compute_dtype(q))
 
 
+@torch.library.register_fake(f"{NAMESPACE}::attention_forward_with_rest", lib=LIBRARY)
+def _fake_attention_forward_with_rest(
+    q: Tensor, k: Tensor, v: Tensor, *options: object
+) -> tuple[Tensor, Tensor, Tensor]:
+    return (*_fake_attention_forward(q, k, v, *options), q.new_empty(q.shape))
+
+
 @torch.library.register_fake(f"{NAMESPACE}::attention_backward", lib=LIBRARY)
 def _fake_attention_backward(
     dout: Tensor,
@@ -376,9 +457,9 @@ def _fake_attention_backward(
     o: Tensor,
     lse: Tensor,
     attn_bias: Tensor | None,
-    *options: object,  # keep_mask .. deterministic
+    *options: object,  # keep_mask .. tf32, need_dq, need_dkv, need_dbias, deterministic, o_rest
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    need_dq, need_dkv, need_dbias = options[-4:-1]
+    need_dq, need_dkv, need_dbias = options[8:11]
     dbias = attn_bias if need_dbias else None
     return (
         q.new_empty(q.shape if need_dq else 0),
@@ -413,3 +494,26 @@ def _fake_block_forward(
         x_query.new_empty((batch, queries, heads, head_dim)),
         x_query.new_empty((batch, heads, queries), dtype=compute_dtype(x_query)),
     )
+
+
+@torch.library.register_fake(f"{NAMESPACE}::project_group", lib=LIBRARY)
+def _fake_project_group(
+    x_q: Tensor | None,
+    x_k: Tensor | None,
+    x_v: Tensor | None,
+    w_q: Tensor | None,
+    w_k: Tensor | None,
+    w_v: Tensor | None,
+    *options: object,  # b_q .. tile
+) -> tuple[Tensor, Tensor, Tensor]:
+    heads, kv_heads = options[9:11]
+    assert isinstance(heads, int | torch.SymInt)
+    assert isinstance(kv_heads, int | torch.SymInt)
+    given = [x for x in (x_q, x_k, x_v) if x is not None]
+
+    def result(x: Tensor | None, weight: Tensor | None, num_heads: int | torch.SymInt) -> Tensor:
+        if x is None or weight is None:
+            return given[0].new_empty(0)
+        return x.new_empty((x.shape[0], x.shape[1], num_heads, weight.shape[0] // num_heads))
+
+    return result(x_q, w_q, heads), result(x_k, w_k, kv_heads), result(x_v, w_v, kv_heads)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,10 +13,10 @@ from torch._subclasses import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
 
-from . import _loader, fused
-from .arguments import Arguments, Problem
-from .config import NORM_NONE, BlockConfig
+from . import _loader, fused, grouped, split
+from .arguments import Arguments
 from .prepare import Prepared, prepare
+from .rules import show
 from .split import BlockTensors
 
 LARGEST_HEAD_DIM = 256
@@ -43,6 +43,13 @@ class GPU:
         return cls(found.name, (found.major, found.minor), found.multi_processor_count)
 
 
+class Choice(NamedTuple):
+    """The path of a call, and the reason for it."""
+
+    path: str
+    reason: str
+
+
 @dataclass(frozen=True)
 class Plan:
     """What a call runs: the path, the reason for it, and the kernels of a forward in order."""
@@ -65,6 +72,8 @@ def plan(*args: Any, gpu: GPU | None = None, **kwargs: Any) -> Plan:
     """
     from .functional import cross_attention  # which itself needs this module
 
+    if not (gpu is None or isinstance(gpu, GPU)):
+        raise TypeError(f"gpu: expected a GPU or None, got {show(gpu)}")
     bound = inspect.signature(cross_attention).bind(*args, **kwargs)
     bound.apply_defaults()
     prepared = prepare(Arguments(**bound.arguments))
@@ -73,32 +82,51 @@ def plan(*args: Any, gpu: GPU | None = None, **kwargs: Any) -> Plan:
     path, reason = choose(prepared, bound.arguments["path"], gpu)
     kernels: tuple[str, ...] = ("PyTorch's own operators",)
     if path == "fused":
-        kernels = ("block_forward",)
+        inputs = "q" if prepared.tensors.w_k is None else "q k v"
+        kernels = (f"block_projection {inputs}", "block_attention")
+        if prepared.tensors.w_out is not None:
+            kernels += ("block_projection out",)
     elif path == "split":
-        kernels = _split_kernels(prepared)
+        kernels = _split_kernels(prepared, gpu or GPU.current())
     return Plan(path, reason, kernels)
 
 
-def choose(prepared: Prepared, path: str, gpu: GPU | None = None) -> tuple[str, str]:
+def choose(
+    prepared: Prepared,
+    path: str,
+    gpu: GPU | None = None,
+    known: dict[str, Choice] | None = None,
+) -> Choice:
     """The path of a checked call and the reason for it; ValueError if ``path`` is impossible.
 
-    ``gpu`` None means the device that the tensors are on.
+    ``gpu`` None means the device that the tensors are on. ``known`` holds the choices of calls with
+    the same signature, and gets this one: nothing but :func:`_passing_obstacle` may look at more.
     """
+    obstacle = _passing_obstacle(prepared.tensors)
+    if obstacle is not None or known is None:
+        return _choose(prepared, path, _lasting_obstacle(prepared, gpu) or obstacle)
+    choice = known.get(path)
+    if choice is None:
+        choice = known[path] = _choose(prepared, path, _lasting_obstacle(prepared, gpu))
+    return choice
+
+
+def _choose(prepared: Prepared, path: str, obstacle: str | None) -> Choice:
+    """``obstacle``: why the kernels cannot take the call."""
     if path == "composite":
-        return "composite", "it was asked for"
-    obstacle = _split_obstacle(*prepared, gpu)
+        return Choice("composite", "it was asked for")
     refusal = obstacle or fused.obstacle(*prepared)
     if path == "fused" and refusal is not None:
         raise ValueError(f"path: 'fused' cannot be taken: {refusal}; use path='auto' or 'split'")
     if path == "split" and obstacle is not None:
         raise ValueError(f"path: 'split' cannot be taken: {obstacle}; use path='auto'")
     if obstacle is not None:
-        return "composite", obstacle
+        return Choice("composite", obstacle)
     if path == "fused":
-        return "fused", "it was asked for"
+        return Choice("fused", "it was asked for")
     if path == "auto" and refusal is None and fused.pays(prepared.problem, prepared.tensors):
-        return "fused", "small enough for one launch"
-    return "split", "the kernels cover this problem"
+        return Choice("fused", "small: three short kernels, chained")
+    return Choice("split", "the kernels cover this problem")
 
 
 def kernels_missing(device: torch.device) -> str | None:
@@ -122,10 +150,9 @@ def warn_once(message: str) -> None:
         warnings.warn(message, RuntimeWarning, stacklevel=4)
 
 
-def _split_obstacle(
-    problem: Problem, config: BlockConfig, t: BlockTensors, gpu: GPU | None
-) -> str | None:
-    """Why the kernels cannot take this call, None if they can."""
+def _lasting_obstacle(prepared: Prepared, gpu: GPU | None) -> str | None:
+    """Why the kernels cannot take any call with this one's signature, None if they can."""
+    problem = prepared.problem
     if problem.dtype == torch.float64:
         return "fp64 is computed by PyTorch's own operators"
     if problem.D % HEAD_DIM_MULTIPLE or problem.D > LARGEST_HEAD_DIM:
@@ -133,7 +160,7 @@ def _split_obstacle(
             f"the kernels take head dims that are multiples of {HEAD_DIM_MULTIPLE} "
             f"up to {LARGEST_HEAD_DIM}, not {problem.D}"
         )
-    return _device_obstacle(problem.device, gpu) or _autograd_obstacle(t)
+    return _device_obstacle(problem.device, gpu) or _subclass_obstacle(prepared.tensors)
 
 
 def _device_obstacle(device: torch.device, gpu: GPU | None) -> str | None:
@@ -147,35 +174,43 @@ def _device_obstacle(device: torch.device, gpu: GPU | None) -> str | None:
     return kernels_missing(device)
 
 
-def _autograd_obstacle(t: BlockTensors) -> str | None:
+def _subclass_obstacle(t: BlockTensors) -> str | None:
     for x in t:
         if type(x) not in PLAIN_TENSORS:
             return f"an argument is a {type(x).__name__}"
+    return None
+
+
+def _passing_obstacle(t: BlockTensors) -> str | None:
+    """Why the kernels cannot take this call just now, None if they can."""
     if torch._C._are_functorch_transforms_active():
         return "a torch.func transform is active"
     if forward_ad._current_level >= 0 and any(
         x is not None and forward_ad.unpack_dual(x).tangent is not None for x in t
     ):
         return "an argument carries a forward-mode tangent"
-    turning = (t.q_positions, t.q_cos, t.q_sin, t.k_positions, t.k_cos, t.k_sin)
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in turning):
-        return "cos, sin or positions require grad"
+    if torch.is_grad_enabled():
+        turning = (t.q_positions, t.q_cos, t.q_sin, t.k_positions, t.k_cos, t.k_sin)
+        if any(x is not None and x.requires_grad for x in turning):
+            return "cos, sin or positions require grad"
     return None
 
 
-def _split_kernels(prepared: Prepared) -> tuple[str, ...]:
+def _split_kernels(prepared: Prepared, gpu: GPU) -> tuple[str, ...]:
     config, t = prepared.config, prepared.tensors
-    steps: list[str] = []
-    sides = (
-        ("q", t.w_q, config.q_norm.kind, config.q_rotation.rotary_dim),
-        ("k", t.w_k, config.k_norm.kind, config.k_rotation.rotary_dim),
-        ("v", t.w_v, NORM_NONE, 0),
-    )
-    for name, weight, norm_kind, rotary_dim in sides:
-        if weight is None:
+    sides = split.query_projection(config, t), split.key_projection(config, t)
+    every = (*sides, split.value_projection(config, t))
+    is_hopper = gpu.compute_capability == grouped.CAPABILITY
+    taken = tuple(is_hopper and grouped.obstacle(p) is None for p in every)
+    chosen = dict(zip("qkv", grouped.select(every, taken), strict=True))
+    steps = [" ".join(["project_group", *(name for name in chosen if chosen[name])])]
+    if not any(chosen.values()):
+        steps = []
+    for name, p in zip("qkv", every, strict=True):
+        if p.weight is None or chosen[name]:
             continue
         steps.append(f"gemm {name}")
-        if norm_kind != NORM_NONE or rotary_dim:
+        if not p.is_plain:
             steps.append(f"norm_rope {name}")
     steps.append("attention_forward")
     if t.w_out is not None:

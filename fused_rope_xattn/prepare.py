@@ -1,4 +1,4 @@
-"""From checked arguments to what every path takes: one config and one list of tensors."""
+"""From arguments to what every path takes: one config and one list of tensors."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import Tensor
 
 from . import composite
 from .arguments import Arguments, Problem
-from .config import BlockConfig, NormSpec, RotationSpec
-from .inputs import INTEGERS, Kind, check, check_masks
+from .config import BlockConfig, NormSpec
+from .inputs import INTEGERS, Kind, check
 from .kv import ProjectedKV
 from .norm import Norm
-from .rope import RopeSide, RotaryTable, resolve, sides
+from .rope import RopeSide, RotaryTable, sides, spec_of, turning_tensors
 from .signature import signature
 from .split import BlockTensors
 
@@ -34,49 +34,83 @@ class Prepared(NamedTuple):
     tensors: BlockTensors
 
 
+class Checked(NamedTuple):
+    """What the checks of a call found, and what else follows from its signature alone."""
+
+    problem: Problem
+    config: BlockConfig  # its switches off: those below say which are on
+    configs: dict[tuple[bool, bool, bool], BlockConfig]  # by tf32, deterministic and fused
+    choices: dict[str, Any]  # by path: what planner.py chose
+
+    def switched(self, fused: bool = False) -> BlockConfig:
+        """The config with the path chosen, and with what torch's global switches say now."""
+        problem = self.problem
+        tf32 = problem.dtype is torch.float32 and allows_tf32(problem.device.type)
+        switches = (tf32, torch.are_deterministic_algorithms_enabled(), fused)
+        config = self.configs.get(switches)
+        if config is None:
+            tf32, deterministic, fused = switches
+            config = self.config._replace(tf32=tf32, deterministic=deterministic, fused=fused)
+            self.configs[switches] = config
+        return config
+
+
 def prepare(a: Arguments, kind: Kind = "block", projected: bool = False) -> Prepared:
     """Check the call, fill in defaults, and bring masks, tables and positions into shape.
 
     ``kind`` and ``projected`` are those of :func:`.inputs.check`.
     """
-    problem, config = _check_once(a, kind, projected)
-    tf32 = problem.dtype == torch.float32 and allows_tf32(problem.device.type)
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    if tf32 or deterministic:
-        config = config._replace(tf32=tf32, deterministic=deterministic)
+    checked = check_once(a, kind, projected)
+    return Prepared(checked.problem, checked.switched(), block_tensors(a, checked.problem, kind))
+
+
+def block_tensors(a: Arguments, problem: Problem, kind: Kind = "block") -> BlockTensors:
+    """The tensors of a checked call, in the shapes and dtypes that every path takes."""
+    x_query, x_kv, w_q, w_k, w_v, w_out, b_q, b_k, b_v, b_out, x_value = a[:11]
     q_rope, k_rope = sides(a.rope)
-    x_kv, x_value = a.x_kv, a.x_value
-    if isinstance(a.x_kv, ProjectedKV):
-        x_kv, x_value, k_rope = a.x_kv.k.transpose(1, 2), a.x_kv.v.transpose(1, 2), None
-    keep_mask, key_keep, attn_bias = _masks(a, problem)
-    tensors = BlockTensors(
-        *(a.x_query, x_kv, x_value),
-        *(a.w_q, a.w_k, a.w_v, a.w_out),
-        *(a.b_q, a.b_k, a.b_v, a.b_out),
+    if kind == "kv":
+        q_rope = None
+    if isinstance(x_kv, ProjectedKV):
+        k, v = x_kv
+        x_kv, x_value, k_rope = k.transpose(1, 2), v.transpose(1, 2), None
+    keep_mask, key_keep, attn_bias = _masks(a.kv_keep_mask, a.attn_bias, problem)
+    return BlockTensors(
+        x_query,
+        x_kv,
+        x_value,
+        w_q,
+        w_k,
+        w_v,
+        w_out,
+        b_q,
+        b_k,
+        b_v,
+        b_out,
         *_norm_tensors(a.q_norm),
         *_norm_tensors(a.k_norm),
         attn_bias,
-        *_turning(None if kind == "kv" else q_rope, a.q_positions, problem),
-        *_turning(k_rope, a.k_positions, problem),
+        *_turning(q_rope, a.q_positions, problem.dtype),
+        *_turning(k_rope, a.k_positions, problem.dtype),
         _lengths(a.kv_lengths, problem.Tk),
         keep_mask,
         key_keep,
-        seed=None,  # drawn when the call runs
+        None,  # seed: drawn when the call runs
     )
-    return Prepared(problem, config, tensors)
 
 
-_checked: dict[Any, tuple[Problem, BlockConfig]] = {}
+_checked: dict[Any, Checked] = {}
 _MOST_CHECKED = 4096
 
 
-def _check_once(a: Arguments, kind: Kind, projected: bool) -> tuple[Problem, BlockConfig]:
+def check_once(a: Arguments, kind: Kind, projected: bool) -> Checked:
     """The sizes and options of a call, from an earlier one where nothing that matters differs."""
-    key = None if torch.compiler.is_compiling() else signature(a)
-    if key is None:
+    if torch.compiler.is_compiling():
         return _check(a, kind, projected)
-    key = (kind, projected, key)
-    found = _checked.get(key)
+    try:
+        key = (kind, projected, signature(a))
+        found = _checked.get(key)
+    except (AttributeError, TypeError, RuntimeError):  # something has no place in a key
+        return _check(a, kind, projected)
     if found is None:
         found = _check(a, kind, projected)
         if len(_checked) >= _MOST_CHECKED:  # lengths that never repeat must not pile up
@@ -85,24 +119,32 @@ def _check_once(a: Arguments, kind: Kind, projected: bool) -> tuple[Problem, Blo
     return found
 
 
-def _check(a: Arguments, kind: Kind, projected: bool) -> tuple[Problem, BlockConfig]:
+def _check(a: Arguments, kind: Kind, projected: bool) -> Checked:
     problem = check(a, kind, projected)
     q_rope, k_rope = sides(a.rope)
-    q_rotation = RotationSpec() if kind == "kv" else resolve(q_rope, None, problem.D).spec
     cached = isinstance(a.x_kv, ProjectedKV)
-    k_rotation = RotationSpec() if cached else resolve(k_rope, None, problem.D).spec
     config = BlockConfig(
         problem.H,
         problem.Hkv,
-        q_rotation,
-        k_rotation,
+        spec_of(None if kind == "kv" else q_rope, problem.D),
+        spec_of(None if cached else k_rope, problem.D),
         NormSpec() if a.q_norm is None else a.q_norm.spec,
         NormSpec() if a.k_norm is None else a.k_norm.spec,
         problem.D**-0.5 if a.scale is None else float(a.scale),
         a.is_causal,
         float(a.dropout_p),
     )
-    return problem, config
+    return Checked(problem, config, {}, {})
+
+
+def autocast_dtype(x: Any) -> torch.dtype | None:
+    """What autocast wants products of ``x`` in; None where it is off."""
+    if not isinstance(x, Tensor):
+        return None
+    device_type = "cuda" if x.is_cuda else x.device.type  # the text of a device takes its time
+    if device_type == "meta" or not torch.is_autocast_enabled(device_type):
+        return None
+    return torch.get_autocast_dtype(device_type)
 
 
 def autocast(a: Arguments, dtype: torch.dtype) -> Arguments:
@@ -129,11 +171,11 @@ def allows_tf32(device_type: str) -> bool:
 def without_removed_tokens(a: Arguments) -> Arguments:
     """``a`` with 0 in the tokens of ``x_kv`` and ``x_value`` that no query attends to.
 
-    For callers that project them on their own: NaN in such a token must not reach a gradient.
+    For callers that project them on their own and have checked them: NaN in such a token must not
+    reach a gradient.
     """
     if a.kv_lengths is None and a.kv_keep_mask is None and a.attn_bias is None:
         return a
-    check_masks(a)
     keep = _key_keep(a.kv_keep_mask, a.attn_bias, *a.x_kv.shape[:2])
     if a.kv_lengths is not None:
         within = torch.arange(a.x_kv.shape[1], device=a.x_kv.device) < a.kv_lengths[:, None]
@@ -151,21 +193,34 @@ def _key_keep(
     keep = None
     if kv_keep_mask is not None:
         keep = kv_keep_mask if kv_keep_mask.dim() == 2 else kv_keep_mask.any(dim=2).any(dim=1)
-    # A bias with axes of queries or heads would have to be read as a whole to know.
-    if attn_bias is not None and attn_bias.dim() and all(n == 1 for n in attn_bias.shape[-3:-1]):
-        finite = attn_bias.detach() != -math.inf
-        finite = finite[:, 0, 0] if finite.dim() == 4 else finite.reshape(1, finite.shape[-1])
-        keep = finite.expand(batch, keys) if keep is None else keep & finite
+    if attn_bias is not None and attn_bias.dim():
+        bias = _unexpanded(attn_bias.detach())
+        # One with axes of queries or heads would have to be read as a whole to know.
+        if all(n == 1 for n in bias.shape[-3:-1]):
+            finite = bias != -math.inf
+            finite = finite[:, 0, 0] if finite.dim() == 4 else finite.reshape(1, finite.shape[-1])
+            keep = finite.expand(batch, keys) if keep is None else keep & finite
     return None if keep is None else keep.contiguous()
 
 
-def _masks(a: Arguments, problem: Problem) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+def _unexpanded(x: Tensor) -> Tensor:  # [.., Tk]
+    """``x`` with 1 for the axes of heads and queries that ``expand`` made: they say nothing."""
+    for axis in range(max(0, x.dim() - 3), x.dim() - 1):
+        if x.shape[axis] > 1 and x.stride(axis) == 0:
+            x = x.narrow(axis, 0, 1)
+    return x
+
+
+def _masks(
+    mask: Tensor | None, bias: Tensor | None, problem: Problem
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """``keep_mask`` [B, 1|H, 1|Tq, Tk], ``key_keep`` [B, Tk], ``attn_bias`` with four axes."""
-    mask, bias = a.kv_keep_mask, a.attn_bias
     if mask is None and bias is None:
         return None, None, None
-    if mask is not None and mask.dim() == 4 and mask.shape[1] == 1 and mask.shape[2] == 1:
-        mask = mask[:, 0, 0]
+    if mask is not None and mask.dim() == 4:
+        mask = _unexpanded(mask)
+        if mask.shape[1] == 1 and mask.shape[2] == 1:
+            mask = mask[:, 0, 0]
     key_keep = _key_keep(mask, bias, problem.B, problem.Tk)
     if bias is not None:
         bias = bias[(None,) * (4 - bias.dim())]
@@ -193,12 +248,12 @@ def _norm_tensors(norm: Norm | None) -> tuple[Tensor | None, Tensor | None]:
 
 
 def _turning(
-    rope: RopeSide, positions: Tensor | None, problem: Problem
+    rope: RopeSide, positions: Tensor | None, dtype: torch.dtype
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """``positions, cos, sin`` in the dtypes and layouts that the operators read."""
     if positions is None and not isinstance(rope, RotaryTable):
         return None, None, None
-    _, positions, cos, sin = resolve(rope, positions, problem.D)
+    positions, cos, sin = turning_tensors(rope, positions)
     if positions is not None:
         if positions.dtype in (torch.float16, torch.bfloat16):
             positions = positions.to(torch.float32)
@@ -206,11 +261,11 @@ def _turning(
             positions = positions.to(torch.int64)
         positions = positions.contiguous()
     if cos is not None and sin is not None:
-        cos, sin = _table(cos, problem), _table(sin, problem)
+        cos, sin = _table(cos, dtype), _table(sin, dtype)
     return positions, cos, sin
 
 
-def _table(table: Tensor, problem: Problem) -> Tensor:
-    if problem.dtype != torch.float64:
+def _table(table: Tensor, dtype: torch.dtype) -> Tensor:
+    if dtype != torch.float64:
         table = table.to(torch.float32)
     return table if table.stride(-1) == 1 else table.contiguous()

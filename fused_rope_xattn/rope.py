@@ -8,13 +8,14 @@ dims ``(2p, 2p + 1)`` (interleaved) or ``(a * Ra + j, a * Ra + j + Ra / 2)`` (ha
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from .config import RotationSpec
+from .config import RotationSpec, as_text
+from .rules import is_bool, is_count, is_number, show
 
 
 @dataclass(frozen=True)
@@ -32,10 +33,20 @@ class RoPE:
     rotary_dim: int | None = None
     interleaved: bool = True
     axes: int = 1
+    base_text: str = field(init=False, repr=False, compare=False)  # see config.py
 
     def __post_init__(self) -> None:
+        if not is_number(self.base):
+            raise TypeError(f"RoPE: base must be a number, got {show(self.base)}")
+        if not is_count(self.axes):
+            raise TypeError(f"RoPE: axes must be an int, got {show(self.axes)}")
+        if not (self.rotary_dim is None or is_count(self.rotary_dim)):
+            raise TypeError(f"RoPE: rotary_dim must be an int or None, got {show(self.rotary_dim)}")
+        if not is_bool(self.interleaved):
+            raise TypeError(f"RoPE: interleaved must be a bool, got {show(self.interleaved)}")
         if not 0 < self.base < math.inf:
             raise ValueError(f"RoPE: base must be a positive finite number, got {self.base}")
+        object.__setattr__(self, "base_text", as_text(self.base))
         if self.axes < 1:
             raise ValueError(f"RoPE: axes must be at least 1, got {self.axes}")
         if self.rotary_dim is not None and (
@@ -65,6 +76,12 @@ class RotaryTable:
     interleaved: bool = True
     full_width: bool = False
 
+    def __post_init__(self) -> None:
+        for name in ("interleaved", "full_width"):
+            value = getattr(self, name)
+            if not is_bool(value):
+                raise TypeError(f"RotaryTable: {name} must be a bool, got {show(value)}")
+
 
 RopeSide: TypeAlias = RoPE | RotaryTable | None
 RopeLike: TypeAlias = RopeSide | tuple[RopeSide, RopeSide]
@@ -88,18 +105,32 @@ def sides(rope: RopeLike) -> tuple[RopeSide, RopeSide]:
 
 def resolve(rope: RopeSide, positions: Tensor | None, head_dim: int) -> Rotation:
     """Bring a checked description of one side into the operators' shapes; copies no table."""
+    return Rotation(spec_of(rope, head_dim), *turning_tensors(rope, positions))
+
+
+def spec_of(rope: RopeSide, head_dim: int) -> RotationSpec:
+    """The part of :func:`resolve` that is no tensor."""
     if rope is None:
-        return Rotation()
+        return RotationSpec()
     if isinstance(rope, RotaryTable):
         width = rope.cos.shape[-1]
         rotary_dim = width if rope.full_width else 2 * width
-        spec = RotationSpec(rotary_dim, rope.interleaved, 1, rope.full_width)
-        return Rotation(spec, None, _as_4d(rope.cos), _as_4d(rope.sin))
+        return RotationSpec(rotary_dim, rope.interleaved, 1, rope.full_width)
     rotary_dim = head_dim if rope.rotary_dim is None else rope.rotary_dim
-    spec = RotationSpec(rotary_dim, rope.interleaved, rope.axes, False, float(rope.base))
-    if positions is None or rotary_dim == 0:
-        return Rotation(spec)
-    return Rotation(spec, _as_batch_token_axis(positions, rope.axes))
+    return RotationSpec(rotary_dim, rope.interleaved, rope.axes, False, float(rope.base_text))
+
+
+def turning_tensors(
+    rope: RopeSide, positions: Tensor | None
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """``positions`` [B|1, T, axes], ``cos`` and ``sin`` [B|1, H|1, T, R/2 or R]."""
+    if isinstance(rope, RotaryTable):
+        if rope.cos.shape[-1] == 0:
+            return None, None, None
+        return None, _as_4d(rope.cos), _as_4d(rope.sin)
+    if positions is None or rope is None or rope.rotary_dim == 0:
+        return None, None, None
+    return _as_batch_token_axis(positions, rope.axes), None, None
 
 
 def cos_sin(

@@ -1,6 +1,7 @@
 """What the checks of a call depend on, as a hashable key: calls that share it are checked once.
 
-The checks take longer than everything else that Python does for a small call.
+The checks take longer than everything else that Python does for a small call. The key holds no
+tensor, so that it keeps none alive.
 """
 
 from __future__ import annotations
@@ -10,45 +11,44 @@ from typing import Any
 from .arguments import Arguments
 from .kv import ProjectedKV
 from .norm import Norm
-from .rope import RotaryTable
+from .rope import RoPE, RotaryTable
+
+_FIRST_OPTION = Arguments._fields.index("rope")
+_FIRST_NUMBER = Arguments._fields.index("num_heads")
 
 
-def signature(a: Arguments) -> tuple[Any, ...] | None:
-    """The key of a call; None where an argument has no place in one, such as symbolic sizes."""
-    try:
-        key = (
-            _tokens(a.x_kv),
-            *[_tensor(x) for x in (a.x_query, a.x_value, a.w_q, a.w_k, a.w_v, a.w_out)],
-            *[_tensor(x) for x in (a.b_q, a.b_k, a.b_v, a.b_out, a.q_positions, a.k_positions)],
-            *[_tensor(x) for x in (a.kv_lengths, a.kv_keep_mask, a.attn_bias)],
-            _rope(a.rope),
-            _norm(a.q_norm),
-            _norm(a.k_norm),
-            a.path,
-            # Each with its type: 1, 1.0 and True are one key otherwise.
-            *[(type(x), x) for x in (a.num_heads, a.num_kv_heads, a.is_causal, a.return_lse)],
-            *[(type(x), x) for x in (a.dropout_p, a.scale)],
-        )
-        hash(key)
-    except (AttributeError, TypeError):
-        return None
-    return key
+def signature(a: Arguments) -> tuple[Any, ...]:
+    """The key of a call.
+
+    AttributeError where an argument has no place in one; other things that do not belong there,
+    such as lists and symbolic sizes, show when the key is hashed.
+    """
+    x_kv, numbers = a.x_kv, a[_FIRST_NUMBER:]
+    tensors = a[:_FIRST_OPTION]
+    if isinstance(x_kv, ProjectedKV):
+        tensors = (a.x_query, *x_kv, *tensors[2:])  # one more than otherwise: no two keys meet
+    looks = [
+        None if x is None else (x.shape, x.dtype, x.device, x.layout, type(x)) for x in tensors
+    ]
+    return (
+        tuple(looks),
+        a.rope if type(a.rope) is RoPE else _rope(a.rope),
+        None if a.q_norm is None else _norm(a.q_norm),
+        None if a.k_norm is None else _norm(a.k_norm),
+        numbers,
+        tuple(map(type, numbers)),  # 1, 1.0 and True are one key otherwise
+    )
 
 
 def _tensor(x: Any) -> Any:
-    return None if x is None else (type(x), x.shape, x.dtype, x.device)
+    return None if x is None else (x.shape, x.dtype, x.device, x.layout, type(x))
 
 
-def _tokens(x: Any) -> Any:
-    return (ProjectedKV, _tensor(x.k), _tensor(x.v)) if isinstance(x, ProjectedKV) else _tensor(x)
-
-
-def _norm(norm: Norm | None) -> Any:
-    return norm and (norm.kind, norm.eps, norm.over, _tensor(norm.weight), _tensor(norm.bias))
+def _norm(norm: Norm) -> Any:
+    return (norm.kind, norm.eps, norm.over, _tensor(norm.weight), _tensor(norm.bias))
 
 
 def _rope(rope: Any) -> Any:
-    """A table by what its tensors look like, so that no key keeps one alive."""
     if isinstance(rope, tuple):
         return tuple([_rope(side) for side in rope])
     if isinstance(rope, RotaryTable):

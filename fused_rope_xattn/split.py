@@ -3,7 +3,7 @@
 Pure functions of tensors; autograd.py decides what is saved. With ``heads`` the view of I = H*D
 channels as [H, D], the forward is::
 
-    q, k, v = heads(rope(norm(x @ w.T + b)))       one project_forward each
+    q, k, v = heads(rope(norm(x @ w.T + b)))       one launch where possible
     o, lse  = attention_forward(q, k, v)
     y       = merge(o) @ w_out.T + b_out
 
@@ -19,8 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import composite, ops
+from . import composite, grouped, ops
 from .config import NORM_NONE, BlockConfig, NormSpec, RotationSpec
+from .products import product
 
 
 class BlockTensors(NamedTuple):
@@ -66,6 +67,7 @@ class Activations(NamedTuple):
     v: Tensor  # [B, Tk, Hkv, D]
     o: Tensor  # [B, Tq, H, D]
     lse: Tensor  # [B, H, Tq]
+    o_rest: Tensor | None = None  # [B, Tq, H, D], what rounding took from o; None: not kept
 
 
 _Group = TypeVar("_Group", BlockTensors, Activations)
@@ -142,16 +144,24 @@ class Grads(NamedTuple):
 # ------------------------------------------------------------------------------------ the block
 
 
-def forward(config: BlockConfig, t: BlockTensors) -> tuple[Tensor, Activations]:
-    """``y`` [B, Tq, Dout] ([B, Tq, I] without w_out) and what the backward needs."""
-    q = project_forward(query_projection(config, t))
-    k = project_forward(key_projection(config, t))
-    v = project_forward(value_projection(config, t))
-    o, lse = ops.attention_forward(q, k, v, score_options(config, t))
+def forward(config: BlockConfig, t: BlockTensors, *, keep_rest: bool) -> tuple[Tensor, Activations]:
+    """``y`` [B, Tq, Dout] ([B, Tq, I] without w_out) and what the backward needs.
+
+    ``keep_rest``: a backward through the attention follows.
+    """
+    q, k, v = project_all(
+        query_projection(config, t), key_projection(config, t), value_projection(config, t)
+    )
+    options = score_options(config, t)
+    o_rest = None
+    if keep_rest and composite.compute_dtype(q) != q.dtype:
+        o, lse, o_rest = ops.attention_forward_with_rest(q, k, v, options)
+    else:
+        o, lse = ops.attention_forward(q, k, v, options)
     y = o.flatten(2)
     if t.w_out is not None:
         y = F.linear(y, t.w_out, t.b_out)
-    return y, Activations(q, k, v, o, lse)
+    return y, Activations(q, k, v, o, lse, o_rest)
 
 
 def backward(
@@ -170,12 +180,13 @@ def backward(
     dq, dk, dv, dbias = ops.attention_backward(
         torch.zeros_like(saved.o) if dout is None else dout,
         dlse,
-        *saved,
+        *saved[:5],
         score_options(config, t),
         need_dq=any(needs.q),
         need_dkv=needs.kv,
         need_dbias=needs.attn_bias,
         deterministic=config.deterministic,
+        o_rest=saved.o_rest,
     )
 
     q_grads = project_backward(query_projection(config, t), dq, needs.q)
@@ -184,7 +195,7 @@ def backward(
     onto = None
     if t.x_value is None:  # keys and values come from the same x: one gradient for both
         onto, v_grads = v_grads.x, v_grads._replace(x=None)
-    zeros = _shift_of_all_keys(k, needs.k) if dlse is None else {}
+    zeros = shift_of_all_keys(k, needs.k) if dlse is None else {}
     needs_k = needs.k._replace(**dict.fromkeys(zeros, False))
     k_grads = project_backward(k, dk, needs_k, onto)._replace(**zeros)
     return Grads(q_grads, k_grads, v_grads, dbias if needs.attn_bias else None, dw_out, db_out)
@@ -199,7 +210,7 @@ def needed(t: BlockTensors, saved: Activations, needs: Needs) -> tuple[BlockTens
         t = _without(t, "x_value w_v b_v")
     if not needs.attention:
         t = _without(t, "w_out attn_bias kv_lengths keep_mask key_keep seed")
-        saved = _without(saved, "q k v lse" if needs.w_out else "q k v o lse")
+        saved = _without(saved, "q k v lse o_rest" if needs.w_out else "q k v o lse o_rest")
     return t, saved
 
 
@@ -292,7 +303,7 @@ def _kv_without_removed_tokens(
     return k, v
 
 
-def _shift_of_all_keys(k: Projection, needs: ProjectionNeeds) -> dict[str, Tensor]:
+def shift_of_all_keys(k: Projection, needs: ProjectionNeeds) -> dict[str, Tensor]:
     """The gradient of what is added to every key, unrotated: 0, by name.
 
     It moves all scores of a query alike, which softmax does not see. Summed up over the tokens its
@@ -325,9 +336,21 @@ def _output_backward(
 # ------------------------------------------------------------------------------- one projection
 
 
+def project_all(q: Projection, k: Projection, v: Projection) -> list[Tensor]:  # [B, T, H, D] each
+    """As many as possible in one launch."""
+    every = q, k, v
+    chosen = grouped.select(every, tuple(map(grouped.is_taken, every)))
+    if not any(chosen):
+        return [project_forward(p) for p in every]
+    heads = iter(grouped.project(*(p if c else None for p, c in zip(every, chosen, strict=True))))
+    return [next(heads) if c else project_forward(p) for p, c in zip(every, chosen, strict=True)]
+
+
 def project_forward(p: Projection) -> Tensor:  # [B, T, H, D]
     if p.weight is None:
         return p.x
+    if not p.is_plain and grouped.is_taken(p):
+        return grouped.project(p, None, None)[0]
     if p.is_plain:
         return composite.split_heads(F.linear(p.x, p.weight, p.bias), p.num_heads)
     return ops.norm_rope(
@@ -349,7 +372,7 @@ def project_backward(
     p: Projection,
     dheads: Tensor,  # [B, T, H, D]
     needs: ProjectionNeeds,
-    onto: Tensor | None = None,  # like p.x; dx is added to it
+    onto: Tensor | None = None,  # like p.x; dx is added to it, in place
 ) -> ProjectionGrads:
     if not any(needs):
         return ProjectionGrads()
@@ -359,7 +382,8 @@ def project_backward(
     dz = dz.flatten(0, 1)  # [B*T, H*D]
     dx = dweight = dbias = None
     if needs.x:
-        dx = dz @ p.weight if onto is None else torch.addmm(onto.flatten(0, 1), dz, p.weight)
+        # In place: out of place, addmm first copies what it adds to.
+        dx = dz @ p.weight if onto is None else onto.flatten(0, 1).addmm_(dz, p.weight)
         dx = dx.view(p.x.shape)
     if needs.weight:
         dweight = dz.t() @ p.x.flatten(0, 1)
@@ -397,13 +421,7 @@ def _heads_backward(p: Projection, dheads: Tensor) -> tuple[Tensor, Tensor | Non
 
 def _wide_gemm(x: Tensor, weight: Tensor) -> Tensor:  # [B, T, C], [N, C] -> [B, T, N]
     """``x @ weight.T`` not rounded to a half type: fp32 out of the accumulators."""
-    rows, wide = x.flatten(0, 1), composite.compute_dtype(x)
-    if x.dtype == wide:
-        z = rows @ weight.t()
-    elif x.is_cuda:
-        z = torch.mm(rows, weight.t(), out_dtype=wide)
-    else:
-        z = rows.to(wide) @ weight.t().to(wide)
+    z = product(x.flatten(0, 1), weight)
     return z.view(x.shape[0], x.shape[1], weight.shape[0])
 
 

@@ -19,7 +19,7 @@ HAS_GPU = torch.cuda.is_available()
 CPU = pytest.param(Target("cpu", "composite"), id="cpu-composite")
 CUDA = [
     pytest.param(Target("cuda", path), id=f"cuda-{path}", marks=pytest.mark.gpu)
-    for path in ("split", "auto")  # small problems go through one launch in "auto"
+    for path in ("split", "auto")  # small problems take "fused" in "auto"
 ]
 
 

@@ -94,7 +94,7 @@ def path_for(case: Case, target: Target) -> str:
 
 
 def paths_for(case: Case, target: Target) -> list[str]:
-    """The path to judge, and on a GPU the one-launch path beside it where it takes the case."""
+    """The path to judge, and on a GPU that of small problems beside it where it takes the case."""
     paths = [path_for(case, target)]
     if target.path == "split":
         args, kwargs = draw_inputs(case, target.device).call()

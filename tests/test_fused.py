@@ -1,4 +1,4 @@
-"""The one-launch path: when it is taken, that its operator is well formed, and what it computes."""
+"""The path of small problems: when it is taken, its operator, and what it computes."""
 
 from __future__ import annotations
 
@@ -49,9 +49,13 @@ def planned(case: Case, path: str = "auto", gpu: GPU = H200) -> Any:
 
 @pytest.mark.parametrize("gpu", [H200, AMPERE], ids=lambda g: g.name)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
-def test_the_baseline_takes_one_launch(gpu: GPU, dtype: str) -> None:
+def test_the_baseline_takes_three_kernels(gpu: GPU, dtype: str) -> None:
     chosen = planned(BASELINE.at(dtype), gpu=gpu)
-    assert chosen.path == "fused" and chosen.kernels == ("block_forward",)
+    assert chosen.path == "fused" and chosen.kernels == (
+        "block_projection q k v",
+        "block_attention",
+        "block_projection out",
+    )
 
 
 @pytest.mark.parametrize(
@@ -59,7 +63,8 @@ def test_the_baseline_takes_one_launch(gpu: GPU, dtype: str) -> None:
     [
         {"Tq": 8192},
         {"Tk": 4096, "Dkv": 8},
-        {"Dq": 2048, "B": 8},
+        {"Dq": 2048, "B": 8, "dtype": "bf16"},
+        {"Dq": 4096, "B": 16},
         {"B": 64},
     ],
     ids=lambda c: "-".join(f"{k}{v}" for k, v in c.items()),
@@ -107,7 +112,7 @@ def test_fp64_and_old_gpus_are_refused() -> None:
 
 
 def operator_arguments(case: Case) -> list[Any]:
-    """What the one-launch path hands to the dispatcher."""
+    """What the path of small problems hands to the dispatcher."""
     _, config, t = prepared(case)
     options = (config.scale, config.is_causal, config.tf32)
     rotations = [
@@ -253,14 +258,17 @@ def test_a_graph_replays_it() -> None:
 
 
 @pytest.mark.gpu
-def test_one_kernel_is_launched() -> None:
+def test_three_kernels_are_launched() -> None:
     inputs = draw_inputs(replace(BASELINE, dtype="bf16", biases="qkvo"), "cuda")
     forward(inputs, "fused")
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         forward(inputs, "fused")
         torch.cuda.synchronize()
     kernels = [e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
-    assert len(kernels) == 1 and "block_forward" in kernels[0].name
+    kernels.sort(key=lambda event: event.time_range.start)
+    names = ("block_projection", "block_attention", "block_projection")
+    assert len(kernels) == len(names)
+    assert all(name in kernel.name for name, kernel in zip(names, kernels, strict=True))
 
 
 @pytest.mark.gpu

@@ -13,7 +13,7 @@ from fused_rope_xattn.verify.cases import Case, draw_inputs
 from problems import Target, assert_bits, gradients, path_for, paths_for, with_grad, yardstick
 from strategies import problems
 
-# "auto" is judged beside "split" wherever one launch takes the problem.
+# "auto" is judged beside "split" wherever "fused" takes the problem.
 TARGETS = [
     pytest.param(Target("cpu", "composite"), id="cpu-composite"),
     pytest.param(Target("cuda", "split"), id="cuda", marks=pytest.mark.gpu),

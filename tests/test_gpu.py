@@ -100,16 +100,27 @@ def test_an_idle_default_device_is_left_alone() -> None:
 
 # ---- memory ----
 
-# A half-precision projection that is rotated leaves its product in fp32 for a moment: twice the
-# bytes of k. Only a projection kernel that rotates before it stores will be rid of that.
-WIDE_PRODUCT = pytest.mark.xfail(strict=True, reason="the product before rotation is fp32")
+IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+# Elsewhere a half-precision projection that is rotated leaves its product in fp32 for a moment:
+# twice the bytes of k. Hopper's projection kernel rotates before it stores.
+WIDE_PRODUCT = pytest.mark.xfail(
+    not IS_HOPPER, strict=True, reason="the product before rotation is fp32"
+)
+SPLIT_KEYS = pytest.mark.xfail(
+    strict=True, reason="32 query tiles: keys are split over blocks, which leave parts of o in fp32"
+)
 MEMORY_ROWS = (
     "mast3r_tf32",
     "large_bf16",
     pytest.param("mast3r_bf16", marks=WIDE_PRODUCT),
-    pytest.param("sam2_bf16", marks=WIDE_PRODUCT),
+    pytest.param("sam2_bf16", marks=SPLIT_KEYS),
     pytest.param("decode_bf16", marks=WIDE_PRODUCT),
 )
+
+
+def requested_bytes(moment: str) -> int:
+    """What tensors asked for; the allocator's blocks may be up to 1 MiB larger each."""
+    return int(torch.cuda.memory_stats()[f"requested_bytes.all.{moment}"])
 
 
 @pytest.mark.parametrize("name", MEMORY_ROWS)
@@ -121,9 +132,9 @@ def test_forward_without_grad_allocates_its_results_only(name: str) -> None:
         forward(inputs)  # cuBLAS takes its workspace once
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
+        before = requested_bytes("current")
         forward(inputs)
-        peak = torch.cuda.max_memory_allocated() - before
+        peak = requested_bytes("peak") - before
     inner = case.H * case.D
     elements = case.B * (2 * case.Tq * inner + 2 * case.Tk * inner + case.Tq * case.out_width)
     allowed = elements * inputs.leaves["w_q"].element_size() + 4 * case.B * case.H * case.Tq

@@ -2,8 +2,9 @@
 
 Against the reference in fp64, every output and gradient of a path may err by twice what an eager
 block errs in the same dtype, plus 2 ulp, and on average by 1.2 times (1.5 in fp32). Tensors of
-fewer than 256 elements are judged on several draws of the data together, so that no verdict hangs
-on luck.
+fewer than 256 elements are judged on several draws of the data together, and a verdict against one
+of them on four times as many, so that none hangs on luck: elements of a gradient that is a sum over
+all tokens err together.
 """
 
 from __future__ import annotations
@@ -20,11 +21,13 @@ from torch import Tensor
 from fused_rope_xattn import cross_attention
 
 from .case import Case, Inputs, draw_inputs
+from .eager import eager_composite
 from .reference import reference
 from .tf32 import RoundedFactors
 
 MIN_ELEMENTS = 256
 MAX_DRAWS = 16
+CONFIRMATION = 4  # times the draws before a small tensor is found out of its budget
 MAX_FACTOR = 2.0
 MEAN_FACTOR = {"fp32": 1.5, "tf32": 1.2, "fp16": 1.2, "bf16": 1.2}
 MAX_ULP = 2.0
@@ -106,6 +109,7 @@ class Tally:
     eager: list[float] = field(default_factory=lambda: [0.0, 0.0])
     where: str = ""
     fault: str = ""
+    is_small: bool = False  # in a single draw
 
     def add(self, ours: Tensor, eager: Tensor, ref: Tensor) -> None:
         if not ref.numel():
@@ -127,6 +131,7 @@ class Tally:
             errors[0] = max(errors[0], top)
             errors[1] += float(error.sum())
         self.count += ref.numel()
+        self.is_small = ref.numel() < MIN_ELEMENTS
         self.ref_max = max(self.ref_max, float(ref.abs().max()))
 
     def _misfit(self, ours: Tensor, eager: Tensor, ref: Tensor) -> str:
@@ -180,19 +185,18 @@ def verdicts(
     """The rule on every output and gradient of a case (on the outputs alone without ``backward``).
 
     Several paths are judged on the same data; ``fn`` replaces them.
-    ``yardstick``: "composite", this package's eager path, or "eager", the reference's own lines in
-    the storage dtype, with which the composite path itself is judged.
+    ``yardstick``: "composite", the eager block of eager.py, or "eager", the reference's own lines
+    in the storage dtype, with which the composite path is judged.
     """
     paths = [path] if isinstance(path, str) else path
     ours = {p: fn or partial(cross_attention, path=p) for p in paths}
-    eager = partial(reference, storage=case.storage)
+    eager: Callable[..., Any] = partial(reference, storage=case.storage)
     if yardstick == "composite" and case.dtype != "fp64":
-        eager = partial(cross_attention, path="composite")
+        eager = eager_composite
     tallies: dict[str, Tally] = {}
-    draws = 0
-    most = 1 if case.dtype == "fp64" else MAX_DRAWS
-    while draws == 0 or (draws < most and _starved(tallies)):
-        inputs = draw_inputs(case, device, seed + draws)
+
+    def draw(seed: int) -> None:
+        inputs = draw_inputs(case, device, seed)
         with RoundedFactors() if case.dtype == "tf32" else contextlib.nullcontext():
             ruler = run(eager, inputs, backward=backward)
         with tf32(case.dtype == "tf32"):
@@ -205,15 +209,23 @@ def verdicts(
                 key = name if len(paths) == 1 else f"{name} ({p})"
                 tally = tallies.setdefault(key, Tally(key, result[name].dtype))
                 tally.add(result[name], ruler[name], want)
-        draws += 1
+
+    draw(seed)
     if case.dtype == "fp64":
         amplification = 1e6 if case.positions == "huge" else 1e3
         return [
             t.judge_fp64(amplification if case.positions != "default" else 1.0)
             for t in tallies.values()
         ]
-    factors = MEAN_FACTOR if yardstick == "composite" else EAGER_MEAN_FACTOR
-    return [t.judge(factors[case.dtype]) for t in tallies.values()]
+    draws = 1
+    while draws < MAX_DRAWS and _starved(tallies):
+        draw(seed + draws)
+        draws += 1
+    factor = (MEAN_FACTOR if yardstick == "composite" else EAGER_MEAN_FACTOR)[case.dtype]
+    if any(t.is_small and not t.fault and not t.judge(factor).ok for t in tallies.values()):
+        for i in range(draws, CONFIRMATION * draws):
+            draw(seed + i)
+    return [t.judge(factor) for t in tallies.values()]
 
 
 def _starved(tallies: dict[str, Tally]) -> bool:

@@ -3,7 +3,7 @@
 Independent on purpose: nothing of the package is imported, rotations and norms are read by
 attribute, and the dropout mask comes from a plain numpy Philox. ``storage`` turns the same lines
 into an ordinary eager block, whose matrix products leave their results in that dtype: the yardstick
-of the composite path, which is itself the yardstick of the others.
+of the composite path. That of the others is the block of eager.py.
 """
 
 from __future__ import annotations
