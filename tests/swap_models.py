@@ -17,12 +17,13 @@ from torch import Tensor, nn
 
 from fused_rope_xattn import functional
 from fused_rope_xattn.swap import Report, swap_cross_attention
-from fused_rope_xattn.verify.accuracy import MEAN_FACTOR, Tally
+from fused_rope_xattn.verify.accuracy import MEAN_FACTOR, Tally, Verdict
 
 RELATIVE = 1e-5
 # Gradients below this share of the largest one are sums of other terms that cancel.
 CANCELS = 1e-2
-DRAWS = 3  # of the inputs, where errors are judged
+DRAWS = 8  # of the inputs, where errors are judged
+CONFIRMATION = 4  # times the draws before a gradient is found out of its budget
 
 
 class Call(NamedTuple):
@@ -149,7 +150,8 @@ def check_bf16(model: nn.Module, make_call: Callable[[], Call], device: str) -> 
     wide, swapped = copy.deepcopy(model).double(), copy.deepcopy(model)
     assert swap_cross_attention(swapped).swapped
     tallies: dict[str, Tally] = {}
-    for _ in range(DRAWS):
+
+    def draw() -> None:
         call = make_call().to(device, torch.bfloat16)
         truth = results(wide, call.to(device, torch.float64))
         with _written_out(device):  # for what is not swapped, too
@@ -157,7 +159,19 @@ def check_bf16(model: nn.Module, make_call: Callable[[], Call], device: str) -> 
         for name, want in truth.items():
             tally = tallies.setdefault(name, Tally(name, torch.bfloat16))
             tally.add(ours[name], eager[name], want)
-    verdicts = [tally.judge(MEAN_FACTOR["bf16"]) for tally in tallies.values()]
+
+    def judge() -> list[Verdict]:
+        return [tally.judge(MEAN_FACTOR["bf16"]) for tally in tallies.values()]
+
+    # A whole model has many gradients, each a sum whose elements err together: one of them is out
+    # of its budget by luck now and then, but not on many draws.
+    for _ in range(DRAWS):
+        draw()
+    verdicts = judge()
+    if not all(v.ok for v in verdicts):
+        for _ in range(DRAWS, CONFIRMATION * DRAWS):
+            draw()
+        verdicts = judge()
     failures = [f"{v.tensor}: {v.message}" for v in verdicts if not v.ok]
     assert not failures, "\n".join(failures)
 
