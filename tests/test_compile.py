@@ -59,9 +59,9 @@ def _lengths(device: str, num_keys: int) -> Tensor:
 
 
 MODULES: dict[str, dict[str, Any]] = {
-    "plain": {},
+    "plain": {"rope_base": 100.5},
     "module_options": {"qk_norm": "rms", "bias": True, "num_kv_heads": 2},
-    "axial": {"rope": RoPE(axes=2, interleaved=False)},
+    "axial": {"rope": RoPE(axes=2, interleaved=False), "scale": 0.3},
 }
 
 
@@ -71,7 +71,10 @@ def test_one_graph_for_all_lengths(device: str, backend: str, options: dict[str,
     module = FusedRoPECrossAttention(64, 4, device=device, **options)
     counter = CompileCounterWithBackend(backend)
     compiled = torch.compile(module, fullgraph=True, dynamic=True, backend=counter)
-    axial, graphs = "rope" in options, 0
+    axial, compilations = "rope" in options, 0
+    # Dynamo makes an input of a float that it reads, such as the eps of torch's own norm, and may
+    # have to start again when an operator wants it as an option.
+    most = 2 if "qk_norm" in options else 1
     for num_queries, num_keys in ((17, 33), (40, 64), (9, 130), (128, 50)):
         x, kv = _tokens(device, num_queries, num_keys)
         extra: dict[str, Any] = {"kv_lengths": _lengths(device, num_keys)}
@@ -88,9 +91,27 @@ def test_one_graph_for_all_lengths(device: str, backend: str, options: dict[str,
         assert_tensor_near(got, want)
         for a, b in zip(got_grads, want_grads):
             assert_tensor_near(a, b, 256)
-        # dynamo traces twice where it first tried to keep a Python float symbolic.
-        graphs = graphs or counter.frame_count
-        assert counter.frame_count == graphs <= 2
+        compilations = compilations or counter.frame_count
+        assert counter.frame_count == compilations <= most
+
+
+@pytest.mark.slow
+def test_dropout_takes_one_graph_for_all_lengths() -> None:
+    """The composite's mask does not depend on how lengths divide by the tiles of its kernels."""
+    module = FusedRoPECrossAttention(64, 4, dropout=0.3)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(module, fullgraph=True, dynamic=True, backend=counter)
+    for num_queries, num_keys in ((17, 33), (40, 64), (9, 130)):
+        x, kv = _tokens("cpu", num_queries, num_keys)
+        torch.manual_seed(5)
+        got = compiled(x, kv)
+        torch.manual_seed(5)
+        want = module(x, kv)
+        assert_tensor_near(got, want)
+        grad = torch.randn_like(want)
+        for a, b in zip(*(torch.autograd.grad(y, (x, kv), grad) for y in (got, want))):
+            assert_tensor_near(a, b, 256)
+        assert counter.frame_count == 1
 
 
 CALLS: dict[str, dict[str, Any]] = {

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fused_rope_xattn import cross_attention
+from fused_rope_xattn import cross_attention, dropout
 from fused_rope_xattn.verify.case import Case
 from fused_rope_xattn.verify.cases import draw_inputs
 from fused_rope_xattn.verify.reference import draw_seed, dropout_keep
@@ -145,3 +145,14 @@ def test_expectation_is_the_undropped_output(target: Target) -> None:
     # Six standard errors of the mean, as the draws themselves show them, on every element.
     error = (draws.mean(0) - want).abs()
     assert bool((error <= 6 * draws.std(0) / len(draws) ** 0.5 + 1e-3).all()), error.max()
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 33, 50), (1, 1, 1, 1), (3, 2, 16, 15), (2, 2, 0, 4)])
+def test_compiled_code_draws_the_same_mask(
+    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int, int, int]
+) -> None:
+    """By another arrangement of the same calls."""
+    seed = torch.tensor([-(2**40) - 5])
+    want = dropout.keep_mask(seed, 0.3, *shape)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert torch.equal(dropout.keep_mask(seed, 0.3, *shape), want)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from fused_rope_xattn import cross_attention
+from fused_rope_xattn import cross_attention, planner
 from modules import PROJECTIONS, build, data, grads_of
+from pretence import Operators, kernels_everywhere
 from problems import Target, assert_near, assert_tensor_near
 
 
@@ -114,14 +116,18 @@ def test_changed_linears_are_honoured(target: Target, change: str, name: str) ->
     assert_near(grads_of(module, got), grads_of(module, want))
 
 
-def test_one_warning_for_many_calls() -> None:
-    module = build()
-    _forward_hook(module, "q_proj")
+def test_one_warning_for_many_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In all, however many blocks there are."""
+    monkeypatch.setattr(planner, "_told", set())
+    blocks = [build(), build()]
+    for block in blocks:
+        _forward_hook(block, "q_proj")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for _ in range(3):
-            module(*data())
-    assert len([w for w in caught if "q_proj" in str(w.message)]) <= 1
+        for block in (*blocks, *blocks):
+            block(*data())
+    assert [w.category for w in caught] == [RuntimeWarning]
+    assert "q_proj has hooks" in str(caught[0].message)
 
 
 def test_changed_linears_in_project_kv(target: Target) -> None:
@@ -160,6 +166,59 @@ def test_changed_norms_are_honoured(target: Target, child: str) -> None:
         getattr(module, child).weight.mul_(2.0)
     assert float((hooked - plain).abs().max()) > 1e-3
     assert_tensor_near(hooked, module(x, kv))
+
+
+def test_global_hooks_are_honoured(target: Target) -> None:
+    """Those of torch.nn.modules.module reach every module, children included."""
+    module, seen = build(target.device), []
+    x, kv = data(target.device)
+    want = module(x, kv)
+    handle = nn.modules.module.register_module_forward_hook(lambda m, i, o: seen.append(type(m)))
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            got = module(x, kv)
+    finally:
+        handle.remove()
+    assert seen == [nn.Linear] * 4 + [type(module)]
+    assert_tensor_near(got, want)
+    assert torch.equal(module(x, kv), want) and len(seen) == 5
+
+
+def test_weights_that_are_no_parameters_are_honoured(target: Target) -> None:
+    module = build(target.device)
+    x, kv = data(target.device)
+    want = module(x, kv)
+    weight = module.q_proj.weight.detach()
+    del module.q_proj.weight
+    module.q_proj.weight = weight
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert_tensor_near(module(x, kv), want)
+
+
+@pytest.fixture
+def _kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    yield from kernels_everywhere(monkeypatch)
+
+
+@pytest.mark.usefixtures("_kernels")
+@pytest.mark.parametrize("change", ["lora", "forward_hook", "parametrized", "subclass"])
+@pytest.mark.parametrize("name", PROJECTIONS)
+def test_attention_between_changed_children_keeps_its_kernel(name: str, change: str) -> None:
+    """A hook or an adapter costs its projection's kernels, never a matrix of scores."""
+    module = build()
+    x, kv = data()
+    CHANGES[change](module, name)
+    want = honoured(module, x, kv)
+    with warnings.catch_warnings(), Operators() as operators:
+        warnings.simplefilter("ignore")
+        got = module(x, kv)
+        got.sum().backward()
+    assert_tensor_near(got, want)
+    for attention in ("attention_forward", "attention_backward"):
+        assert sum(n.startswith(attention) for n in operators.names) == 1, operators.names
+    assert not [shape for shape in operators.shapes if shape[-2:] == (17, 29)]
 
 
 def test_hooks_on_the_block_itself_run(target: Target) -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from modules import build, data, grads_of
+from pretence import Operators, kernels_everywhere
 from problems import Target, assert_near, assert_tensor_near
 
 
@@ -84,6 +87,33 @@ def test_checkpointing_recomputes_the_same(target: Target, reentrant: bool, auto
                 y = module(x, kv)
         results.append(grads_of(module, y) | {"x": x.grad, "kv": kv.grad})
     assert_near(results[1], results[0], 4)
+
+
+@pytest.fixture
+def _kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    yield from kernels_everywhere(monkeypatch)
+
+
+@pytest.mark.usefixtures("_kernels")
+@pytest.mark.parametrize("saved", [False, True])
+def test_selective_checkpointing_computes_again_what_it_is_told(saved: bool) -> None:
+    """The operators are what a policy sees; dropout is drawn once."""
+    attention = torch.ops.fused_rope_xattn.attention_forward.default
+    contexts = partial(create_selective_checkpoint_contexts, [attention] if saved else [])
+    results, runs = [], []
+    for checkpointed in (False, True):
+        module = build(dropout=0.3, qk_norm="rms")
+        x, kv = (t.requires_grad_() for t in data())
+        torch.manual_seed(6)
+        with Operators() as operators:
+            if checkpointed:
+                y = checkpoint(module, x, kv, use_reentrant=False, context_fn=contexts)
+            else:
+                y = module(x, kv)
+            results.append(grads_of(module, y) | {"x": x.grad, "kv": kv.grad})
+        runs.append(sum(name.startswith("attention_forward") for name in operators.names))
+    assert_near(results[1], results[0], 4)
+    assert runs == [1, 1 if saved else 2]
 
 
 def test_training_lowers_a_loss(target: Target) -> None:
