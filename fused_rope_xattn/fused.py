@@ -1,4 +1,4 @@
-"""The path of problems too small to fill a GPU: the forward as one launch, the backward as three.
+"""The path of problems too small to fill a GPU: each direction one operator, three short kernels.
 
 Saved for the backward is what the split path saves, so split.py's backward serves what
 :func:`backward` does not cover.
