@@ -378,17 +378,23 @@ def project_backward(
         return ProjectionGrads()
     if p.weight is None:
         return ProjectionGrads(x=dheads)
+    wants_bias = needs.bias and p.bias is not None
+    if wants_bias and p.norm.kind != NORM_NONE:
+        # A norm makes the bias gradient a sum in which much cancels, and the rounding of its terms
+        # to a half type would weigh as much as all errors before it: they stay in fp32.
+        dheads = dheads.to(composite.compute_dtype(dheads))
     dz, norm_weight_parts, norm_bias_parts = _heads_backward(p, dheads)
     dz = dz.flatten(0, 1)  # [B*T, H*D]
     dx = dweight = dbias = None
+    if wants_bias and p.bias is not None:
+        dbias = _sum_tokens(dz, p.bias)
+    dz = dz.to(p.weight.dtype)
     if needs.x:
         # In place: out of place, addmm first copies what it adds to.
         dx = dz @ p.weight if onto is None else onto.flatten(0, 1).addmm_(dz, p.weight)
         dx = dx.view(p.x.shape)
     if needs.weight:
         dweight = dz.t() @ p.x.flatten(0, 1)
-    if needs.bias and p.bias is not None:
-        dbias = _sum_tokens(dz, p.bias)
     return ProjectionGrads(
         dx,
         dweight,
