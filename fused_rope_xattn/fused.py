@@ -24,6 +24,8 @@ WIDTH_MULTIPLE = 8
 LARGEST_TILES = 264  # of TILE_QUERIES rows of one head: two for each multiprocessor
 TILE_QUERIES = 64
 LARGEST_KEYS = {torch.float32: 1024, torch.float16: 512, torch.bfloat16: 512}
+# What few queries look at is read once, at the memory's pace, however many keys there are.
+FEW_QUERIES = 16  # one tile of the kernels
 # Multiplications, all projections together
 LARGEST_PROJECTIONS = {torch.float32: 2**31, torch.float16: 2**29, torch.bfloat16: 2**29}
 # Multiplications of q k^T: the backward's small tiles read keys and queries often, which costs half
@@ -151,9 +153,19 @@ def pays(problem: Problem, t: BlockTensors) -> bool:
     dtype = t.x_query.dtype
     return bool(
         tiles <= LARGEST_TILES
-        and p.Tk <= LARGEST_KEYS[dtype]
+        and (p.Tk <= LARGEST_KEYS[dtype] or _streams_keys(p, t))
         and multiplications <= LARGEST_PROJECTIONS[dtype]
     )
+
+
+def _streams_keys(p: Problem, t: BlockTensors) -> bool:
+    """Whether few queries look at finished keys, and :func:`backward` would serve their gradients.
+
+    The split path's backward wants more of a forward over many keys than this path keeps.
+    """
+    if t.w_k is not None or t.attn_bias is not None or p.Tq > FEW_QUERIES:
+        return False
+    return bool(p.B * p.Tq * p.H * p.D * p.Tk <= LARGEST_BACKWARD[t.x_query.dtype])
 
 
 def _listed(values: tuple[int, ...]) -> str:

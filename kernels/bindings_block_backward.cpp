@@ -38,10 +38,11 @@ void add_dx(GemmGroup& group, const Tensor& dx, const ProjectionBackward& p,
   GemmTask& task = group.tasks[group.count++];
   task.rows = checked_size(p.batch * p.tokens);
   task.columns = checked_width(p.x_width);
+  task.depth = checked_width(p.inner);
   task.out = dx.data_ptr();
   for (const ProjectionBackward* term : {&p, other}) {
     if (term == nullptr) continue;
-    task.terms[task.num_terms++] = {term->dz, term->weight, checked_width(term->inner)};
+    task.terms[task.num_terms++] = {term->dz, term->weight};
   }
 }
 
@@ -50,14 +51,15 @@ void add_dweight(GemmGroup& group, const Tensor& dweight, const Tensor& dbias, b
                  bool need_bias, const ProjectionBackward& p) {
   if (!need_weight && !need_bias) return;
   GemmTask& task = group.tasks[group.count++];
-  task.terms[0] = {p.dz, p.x, checked_size(p.batch * p.tokens)};
+  task.terms[0] = {p.dz, p.x};
   task.num_terms = 1;
+  task.depth = checked_size(p.batch * p.tokens);
   task.left_transposed = true;
   task.rows = checked_width(p.inner);
   task.columns = need_weight ? checked_width(p.x_width) : 0;
   task.out = need_weight ? dweight.data_ptr() : nullptr;
   task.left_sums = need_bias ? dbias.data_ptr() : nullptr;
-  task.tokens = checked_size(p.tokens);
+  task.tokens = make_divisor(checked_size(p.tokens));
   task.kv_lengths = p.kv_lengths;
   task.key_keep = p.key_keep;
 }
@@ -113,8 +115,7 @@ BlockGradients block_backward(
   const bool is_projected = !w_k.has_value();
   Tensor dz_q = wanted(need_q, q_shape), dz_k = wanted(need_k || need_v, kv_shape);
   Tensor dz_v = wanted(need_k || need_v, kv_shape);
-  Tensor delta = empty(q, {batch, heads, queries}, ScalarType::Float);
-  Tensor weight_scale = empty(q, {batch, heads, queries}, ScalarType::Float);
+  Tensor row_terms = empty(q, {batch, heads, queries, 4}, ScalarType::Float);
   Tensor dout = wanted(w_out.has_value(), q_shape);
   a.scores = modifiers(attn_bias, keep_mask, key_keep, kv_lengths, OptionalTensor(), scale,
                        is_causal, 0.0);
@@ -126,8 +127,7 @@ BlockGradients block_backward(
   a.dout = {w_out ? dout.data_ptr() : dy.data_ptr(), queries * inner, inner, head_dim};
   a.lse = static_cast<const float*>(lse.data_ptr());
   a.dlse = data_as<float>(dlse);
-  a.delta = static_cast<float*>(delta.data_ptr());
-  a.weight_scale = static_cast<float*>(weight_scale.data_ptr());
+  p.attention.row_terms = static_cast<RowTerms*>(row_terms.data_ptr());
   if (need_q) a.dq = heads_view(dz_q);
   if (need_k || need_v) {
     a.dk = heads_view(dz_k);
@@ -164,16 +164,15 @@ BlockGradients block_backward(
   Tensor dx_query = wanted_like(need_x_query, x_query), dw_q = wanted_like(need_w_q, w_q);
   Tensor db_q = wanted(need_b_q, {inner});
   Tensor dw_out = wanted_like(need_w_out, w_out), db_out = wanted(need_b_out, {dy.size(2)});
-  GemmGroup& group = p.gradients;
   if (need_kv) {
-    if (need_x_kv) add_dx(group, dx_kv, on_k, x_value ? nullptr : &on_v);
-    if (need_x_value) add_dx(group, dx_value, on_v);
-    add_dweight(group, dw_k, db_k, need_w_k, need_b_k, on_k);
-    add_dweight(group, dw_v, db_v, need_w_v, need_b_v, on_v);
+    if (need_x_kv) add_dx(p.late, dx_kv, on_k, x_value ? nullptr : &on_v);
+    if (need_x_value) add_dx(p.late, dx_value, on_v);
+    add_dweight(p.late, dw_k, db_k, need_w_k, need_b_k, on_k);
+    add_dweight(p.late, dw_v, db_v, need_w_v, need_b_v, on_v);
   }
-  if (need_x_query) add_dx(group, dx_query, on_q);
-  add_dweight(group, dw_q, db_q, need_w_q, need_b_q, on_q);
-  add_dweight(group, dw_out, db_out, need_w_out, need_b_out, on_out);
+  if (need_x_query) add_dx(p.early, dx_query, on_q);
+  add_dweight(p.early, dw_q, db_q, need_w_q, need_b_q, on_q);
+  add_dweight(p.early, dw_out, db_out, need_w_out, need_b_out, on_out);
 
   run_block_backward(p, current_stream(q.get_device_index()));
   if (is_projected && need_x_kv) dx_kv = dz_k;

@@ -1,4 +1,5 @@
-// Attention of one tile of 16 queries of one head, by a whole block.
+// Attention of one tile of 16 queries of one head, by a whole block, or by the blocks of a cluster
+// where tiles are so few that multiprocessors would idle.
 //
 // A small problem has few query tiles, so it is the keys that are spread over the warps: each walks
 // over its own chunks of 16 keys at its own pace, with an online softmax of its own, and the
@@ -34,12 +35,17 @@ struct BlockAttentionShape {
     float row_max[kQueries];
     float row_sum[kQueries];
   };
+  struct Merged {  // what a block has, for another block of its cluster
+    alignas(16) float2 o[kQueries][kD / 2];
+    float2 row[kQueries];  // maximum, sum
+  };
   struct SharedStorage {
     alignas(16) Element q[kQueries * kD];
     union {
       alignas(16) Chunk chunks[kKeyWarps];
       Part parts[kKeyWarps];
     };
+    Merged merged;
   };
   static_assert(sizeof(SharedStorage) <= 96 * 1024, "what every GPU since sm_80 gives a block");
   using Softmax = OnlineSoftmax<Element, 1, kKeys / 8, kOutTiles>;
@@ -56,12 +62,41 @@ __device__ __forceinline__ void sync_chunk(int key_warp) {
   }
 }
 
-// One warp's chunks of keys: weights and weighted values, relative to its own maximum.
+// A block's place among those that share the keys of a tile.
+struct KeyShare {
+  int rank;
+  int splits;
+};
+
+// Brings some of a warp's further chunks to L2, where they are waited for less: half of the lanes a
+// row of K each, the other half a row of V.
+template <class Shape>
+__device__ __forceinline__ void prefetch_chunks(const char* k, const char* v, int64_t k_token_bytes,
+                                                int64_t v_token_bytes, int row_bytes,
+                                                int first_chunk, int step, int num_keys) {
+  constexpr int kPrefetched = 4;  // bounded: more would only displace what L2 holds
+  const int row = threadIdx.x % Shape::kKeys;
+  const bool is_k = threadIdx.x % 32 < Shape::kKeys;
+  const char* base = is_k ? k : v;
+  const int64_t token_bytes = is_k ? k_token_bytes : v_token_bytes;
+#pragma unroll 1
+  for (int i = 0; i < kPrefetched; ++i) {
+    const int key = (first_chunk + i * step) * Shape::kKeys + row;
+    if (key >= num_keys) return;
+    for (int byte = 0; byte < row_bytes; byte += 128) {
+      prefetch_to_l2(base + key * token_bytes + byte);
+    }
+  }
+}
+
+// One warp's chunks of keys: weights and weighted values, relative to its own maximum. Waits for
+// the kernel before, which makes q, and k and v too unless they were finished long ago.
 template <class Op, int kD>
 __device__ __forceinline__ void attend_keys(
-    const AttentionForwardParams& p, const HeadScores& scores,
-    typename BlockAttentionShape<Op, kD>::SharedStorage& shared, int64_t b, int h, int kv_head,
-    int first_query, float (&o)[1][BlockAttentionShape<Op, kD>::kOutTiles][4],
+    const AttentionForwardParams& p, bool has_finished_keys, const KeyShare& share,
+    const HeadScores& scores, typename BlockAttentionShape<Op, kD>::SharedStorage& shared,
+    int64_t b, int h, int kv_head, int first_query,
+    float (&o)[1][BlockAttentionShape<Op, kD>::kOutTiles][4],
     typename BlockAttentionShape<Op, kD>::Softmax& softmax) {
   using Shape = BlockAttentionShape<Op, kD>;
   using Element = typename Op::Element;
@@ -86,7 +121,7 @@ __device__ __forceinline__ void attend_keys(
   const int key_row = chunk_copier.row(), column = chunk_copier.column();
   // Keys of a chunk that exist for this thread: none where its column is padding.
   const int key_limit = column < head_dim ? scores.key_count : 0;
-  auto load = [&](Tile tile, const char* source, int64_t token_bytes, int chunk) {
+  auto copy = [&](Tile tile, const char* source, int64_t token_bytes, int chunk) {
     const int first_key = chunk * kKeys, keys = key_limit - first_key;
     if (chunk < end) {
       const char* mine = key_row < keys ? source + (first_key + key_row) * token_bytes : source;
@@ -101,6 +136,9 @@ __device__ __forceinline__ void attend_keys(
                           [&](int row) { return row < keys && scores.key_keep[first_key + row]; });
       }
     }
+  };
+  auto load = [&](Tile tile, const char* source, int64_t token_bytes, int chunk) {
+    copy(tile, source, token_bytes, chunk);
     commit_copies();  // also an empty group, so that their count is known
   };
   const auto* k = static_cast<const Element*>(p.k.data) + offset_in(p.k, b, 0, kv_head) + column;
@@ -110,6 +148,16 @@ __device__ __forceinline__ void attend_keys(
   const int64_t k_token_bytes = p.k.token_stride * kBytes,
                 v_token_bytes = p.v.token_stride * kBytes;
 
+  const int first_chunk = share.rank * Shape::kKeyWarps + key_warp;
+  const int chunk_step = share.splits * Shape::kKeyWarps;
+  if (has_finished_keys) {
+    copy(k_tile, k_bytes, k_token_bytes, first_chunk);
+    copy(v_tile, v_bytes, v_token_bytes, first_chunk);
+    prefetch_chunks<Shape>(k_bytes - column * kBytes, v_bytes - column * kBytes, k_token_bytes,
+                           v_token_bytes, head_dim * kBytes, first_chunk + chunk_step, chunk_step,
+                           scores.key_count);
+  }
+  wait_for_previous_kernel();
   const RowCopier<Tile, Shape::kQueries, kBlockThreads> query_copier(thread);
   if (query_copier.row() < Shape::kQueries) {
     const int query = first_query + query_copier.row();
@@ -121,18 +169,20 @@ __device__ __forceinline__ void attend_keys(
                       p.q.token_stride * (kBytes * query_copier.kRowStep),
                       [&](int row) { return row < queries; });
   }
-  load(k_tile, k_bytes, k_token_bytes, key_warp);  // in one group with the queries
-  load(v_tile, v_bytes, v_token_bytes, key_warp);
+  if (!has_finished_keys) copy(k_tile, k_bytes, k_token_bytes, first_chunk);
+  commit_copies();  // queries and K
+  if (!has_finished_keys) copy(v_tile, v_bytes, v_token_bytes, first_chunk);
+  commit_copies();
   wait_copies<1>();
   __syncthreads();  // queries are here, brought by all warps, and the first K
 
-  for (int chunk = key_warp; chunk < end; chunk += Shape::kKeyWarps) {
+  for (int chunk = first_chunk; chunk < end; chunk += chunk_step) {
     const int lane = opaque(thread % 32);
     const int first_row = first_query + lane / 4, first_column = chunk * kKeys + 2 * (lane % 4);
     float s[1][kKeys / 8][4] = {};
     multiply_rows<Op, 1, kKeys / 8, kD>(s, q_tile, 0, k_tile, lane);
     sync_chunk<Shape>(key_warp);  // K has been read
-    load(k_tile, k_bytes, k_token_bytes, chunk + Shape::kKeyWarps);
+    load(k_tile, k_bytes, k_token_bytes, chunk + chunk_step);
     apply_modifiers<false>(s[0], scores, first_row, first_column, chunk < plain_end);
     softmax.update(s, o);
     wait_copies<1>();
@@ -140,18 +190,73 @@ __device__ __forceinline__ void attend_keys(
     multiply_accumulators<Op, 1, kKeys / 8, Shape::kOutTiles>(
         o, s, v_tile, 8 * Shape::kOutTiles * column_warp, lane);
     sync_chunk<Shape>(key_warp);  // V has been read
-    load(v_tile, v_bytes, v_token_bytes, chunk + Shape::kKeyWarps);
+    load(v_tile, v_bytes, v_token_bytes, chunk + chunk_step);
     wait_copies<1>();
     sync_chunk<Shape>(key_warp);  // the next K is here
   }
   softmax.finish();
 }
 
-// o and lse of the tile from the warps' parts.
+// Two columns of one row, summed over some keys relative to their maximum.
+struct RowPart {
+  float row_max, row_sum;
+  float2 o;
+};
+
+template <class Element, int kCount>
+__device__ __forceinline__ RowPart merge(const RowPart (&parts)[kCount]) {
+  RowPart all{negative_infinity(), 0.f, {0.f, 0.f}};
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) all.row_max = fmaxf(all.row_max, parts[i].row_max);
+  // A row without a key: subtract 0 rather than -inf, so that its weights are 0.
+  const float base = all.row_max == negative_infinity() ? 0.f : all.row_max;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    const float weight = weight_of<Element>(parts[i].row_max - base);
+    all.row_sum = fmaf(weight, parts[i].row_sum, all.row_sum);
+    all.o.x = fmaf(weight, parts[i].o.x, all.o.x);
+    all.o.y = fmaf(weight, parts[i].o.y, all.o.y);
+  }
+  return all;
+}
+
+// Of columns d and d + 1, over the warps of the block.
+template <class Op, int kD>
+__device__ __forceinline__ RowPart
+merge_warps(const typename BlockAttentionShape<Op, kD>::SharedStorage& shared, int row, int d) {
+  using Shape = BlockAttentionShape<Op, kD>;
+  RowPart parts[Shape::kKeyWarps];
+#pragma unroll
+  for (int w = 0; w < Shape::kKeyWarps; ++w) {
+    const auto& part = shared.parts[w];
+    parts[w] = {part.row_max[row], part.row_sum[row],
+                *reinterpret_cast<const float2*>(&part.o[row][d])};
+  }
+  return merge<typename Op::Element>(parts);
+}
+
+// Of columns d and d + 1, over the blocks of the cluster.
+template <class Op, int kD>
+__device__ __forceinline__ RowPart merge_blocks(
+    const typename BlockAttentionShape<Op, kD>::Merged& merged, int row, int d, int splits) {
+  RowPart parts[1 << kLargestLog2Splits];
+#pragma unroll
+  for (int peer = 0; peer < 1 << kLargestLog2Splits; ++peer) {
+    parts[peer] = {negative_infinity(), 0.f, {0.f, 0.f}};
+    if (peer < splits) {
+      const float2 state = load_from_peer(&merged.row[row], peer);
+      parts[peer] = {state.x, state.y, load_from_peer(&merged.o[row][d / 2], peer)};
+    }
+  }
+  return merge<typename Op::Element>(parts);
+}
+
+// o and lse of the tile from the warps' parts, and from other blocks' where they share the tile:
+// each then finishes every splits-th row.
 template <class Op, int kD>
 __device__ __forceinline__ void merge_parts(
-    const AttentionForwardParams& p,
-    const typename BlockAttentionShape<Op, kD>::SharedStorage& shared, int64_t b, int h,
+    const AttentionForwardParams& p, const KeyShare& share,
+    typename BlockAttentionShape<Op, kD>::SharedStorage& shared, int64_t b, int h,
     int first_query) {
   using Shape = BlockAttentionShape<Op, kD>;
   using Element = typename Op::Element;
@@ -159,43 +264,40 @@ __device__ __forceinline__ void merge_parts(
   static_assert(Shape::kQueries % kRowStep == 0, "every thread has as many rows");
   const int first_row = threadIdx.x / (kD / 2), d = threadIdx.x % (kD / 2) * 2;
   const AttentionSizes& sizes = p.sizes;
+  if (share.splits > 1) {
+#pragma unroll 1
+    for (int row = first_row; row < Shape::kQueries; row += kRowStep) {
+      if (first_query + row >= sizes.num_queries) break;
+      const RowPart part = merge_warps<Op, kD>(shared, row, d);
+      shared.merged.o[row][d / 2] = part.o;
+      if (d == 0) shared.merged.row[row] = make_float2(part.row_max, part.row_sum);
+    }
+    sync_cluster();  // what all blocks have is written
+  }
 #pragma unroll
   for (int row = first_row; row < Shape::kQueries; row += kRowStep) {
-    float maxima[Shape::kKeyWarps], row_max = negative_infinity();
-#pragma unroll
-    for (int w = 0; w < Shape::kKeyWarps; ++w) {
-      maxima[w] = shared.parts[w].row_max[row];
-      row_max = fmaxf(row_max, maxima[w]);
-    }
-    // A row without a key: subtract 0 rather than -inf, so that its weights are 0.
-    const float base = row_max == negative_infinity() ? 0.f : row_max;
-    float sum = 0.f, x = 0.f, y = 0.f;
-#pragma unroll
-    for (int w = 0; w < Shape::kKeyWarps; ++w) {
-      const auto& part = shared.parts[w];
-      const float weight = weight_of<Element>(maxima[w] - base);
-      const float2 both = *reinterpret_cast<const float2*>(&part.o[row][d]);
-      sum = fmaf(weight, part.row_sum[row], sum);
-      x = fmaf(weight, both.x, x);
-      y = fmaf(weight, both.y, y);
-    }
     const int query = first_query + row;
     if (query >= sizes.num_queries || d >= sizes.head_dim) continue;
-    const float factor = sum > 0.f ? 1.f / sum : 0.f;
-    store2(static_cast<Element*>(p.o.data) + offset_in(p.o, b, query, h) + d, x * factor,
-           y * factor);
+    if ((row & (share.splits - 1)) != share.rank) continue;
+    const RowPart part = share.splits > 1
+                             ? merge_blocks<Op, kD>(shared.merged, row, d, share.splits)
+                             : merge_warps<Op, kD>(shared, row, d);
+    const float factor = part.row_sum > 0.f ? 1.f / part.row_sum : 0.f;
+    store2(static_cast<Element*>(p.o.data) + offset_in(p.o, b, query, h) + d, part.o.x * factor,
+           part.o.y * factor);
     if (d == 0) {
       constexpr float kNatural = sizeof(Element) == 2 ? kLn2 : 1.f;
       p.lse[(b * sizes.num_heads + h) * sizes.num_queries + query] =
-          sum > 0.f ? fmaf(row_max, kNatural, logf(sum)) : negative_infinity();
+          part.row_sum > 0.f ? fmaf(part.row_max, kNatural, logf(part.row_sum))
+                             : negative_infinity();
     }
   }
+  if (share.splits > 1) sync_cluster();  // every block has read what it needs of this one
 }
 
-// q, k and v come from the kernel before this one.
 template <class Op, int kD>
 __device__ __forceinline__ void attend_tile(const BlockAttentionParams& block, int tile,
-                                            char* smem) {
+                                            const KeyShare& share, char* smem) {
   using Shape = BlockAttentionShape<Op, kD>;
   auto& shared = *reinterpret_cast<typename Shape::SharedStorage*>(smem);
   const AttentionForwardParams& p = block.attention;
@@ -206,9 +308,8 @@ __device__ __forceinline__ void attend_tile(const BlockAttentionParams& block, i
 
   float o[1][Shape::kOutTiles][4] = {};
   typename Shape::Softmax softmax;
-  wait_for_previous_kernel();
-  attend_keys<Op, kD>(p, scores, shared, b, h, quotient(h, block.heads_a_kv_head), first_query, o,
-                      softmax);
+  attend_keys<Op, kD>(p, block.has_finished_keys, share, scores, shared, b, h,
+                      quotient(h, block.heads_a_kv_head), first_query, o, softmax);
   __syncthreads();  // every warp is done with its chunks, which the parts replace
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -227,7 +328,7 @@ __device__ __forceinline__ void attend_tile(const BlockAttentionParams& block, i
     }
   }
   __syncthreads();  // all parts are written
-  merge_parts<Op, kD>(p, shared, b, h, first_query);
+  merge_parts<Op, kD>(p, share, shared, b, h, first_query);
 }
 
 }  // namespace frx

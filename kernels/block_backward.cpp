@@ -23,12 +23,22 @@ void plan_dout(BlockBackwardParams& p) {
     return;
   }
   GemmTask& task = p.dout.tasks[p.dout.count++];
-  task.terms[0] = {attention.dy, attention.w_out, attention.out_width};
+  task.terms[0] = {attention.dy, attention.w_out};
   task.num_terms = 1;
+  task.depth = attention.out_width;
   task.rows = static_cast<int32_t>(rows);
   task.columns = inner;
   task.out = attention.attention.dout.data;
   attention.w_out = nullptr;
+}
+
+void plan_tiles(BlockAttentionBackwardParams& p) {
+  const AttentionSizes& sizes = p.attention.sizes;
+  p.query_tiles = make_divisor(ceil_div(sizes.num_queries, kBlockBackwardRows));
+  p.key_tiles = make_divisor(ceil_div(sizes.num_keys, kBlockBackwardRows));
+  p.heads = make_divisor(sizes.num_heads);
+  p.kv_heads = make_divisor(sizes.num_kv_heads);
+  p.heads_a_kv_head = make_divisor(sizes.num_heads / sizes.num_kv_heads);
 }
 
 }  // namespace
@@ -36,6 +46,7 @@ void plan_dout(BlockBackwardParams& p) {
 void run_block_backward(const BlockBackwardParams& params, cudaStream_t stream) {
   BlockBackwardParams p = params;
   plan_dout(p);
+  plan_tiles(p.attention);
   plan_rotation(p.attention.q_rotation);
   plan_rotation(p.attention.k_rotation);
   switch (p.attention.attention.dtype) {

@@ -1,5 +1,6 @@
-// A small block's backward in three launches: attention with the rotations undone, query side and
-// key side, then every product with a weight or an input. Each starts while the one before it ends.
+// A small block's backward in three launches: the query side of attention, then its key side beside
+// the products that do not need it, then the products that do. Each starts while the one before it
+// ends.
 #pragma once
 
 #include "block_backward.h"
@@ -10,41 +11,67 @@
 
 namespace frx {
 
-template <class Op>
-void launch_grouped_gemm(const GemmGroup& group, bool is_chained, cudaStream_t stream) {
-  using Shape = GemmShape<Op>;
-  const auto launch_it = is_chained ? launch_chained<GemmGroup> : launch<GemmGroup>;
-  launch_it(grouped_gemm_kernel<Op>, "grouped_gemm", gemm_tiles(group), Shape::kThreads,
-            sizeof(typename Shape::SharedStorage), stream, group);
+template <class ProductOp>
+int64_t launch_products(const GemmGroup& group, bool follows_kernel, cudaStream_t stream) {
+  BlockProductParams p{group, follows_kernel};
+  const int64_t blocks = plan_gemms(p.group);
+  using Shape = WideGemmShape<ProductOp>;
+  launch_chained(grouped_gemm_kernel<ProductOp>, "grouped_gemm", blocks, Shape::kThreads,
+                 sizeof(typename Shape::SharedStorage), stream, p);
+  return blocks;
 }
 
-// The order of launches. A launch without blocks does not take place, so the next is not chained.
-template <class Op, int kD>
+template <class Op, class ProductOp, int kD>
+int64_t launch_query_side(const BlockAttentionBackwardParams& attention, bool follows_kernel,
+                          cudaStream_t stream) {
+  using Shape = BlockQueryShape<Op, ProductOp, kD>;
+  const BlockQueryParams p{attention, follows_kernel};
+  const AttentionSizes& sizes = attention.attention.sizes;
+  const int64_t tiles = ceil_div(sizes.num_queries, Shape::kRows);
+  const int64_t blocks = tiles * sizes.num_heads * sizes.batch;
+  launch_chained(block_query_gradients_kernel<Op, ProductOp, kD>, "block_query_gradients", blocks,
+                 Shape::kThreads, sizeof(typename Shape::SharedStorage), stream, p);
+  return blocks;
+}
+
+template <class Op, class ProductOp, int kD>
+int64_t launch_key_side(const BlockAttentionBackwardParams& attention, const GemmGroup& products,
+                        bool follows_kernel, cudaStream_t stream) {
+  using Shape = BlockKeyShape<Op, kD>;
+  BlockKeyParams p{attention, products, 0, follows_kernel};
+  const AttentionSizes& sizes = attention.attention.sizes;
+  const bool is_wanted = attention.attention.dk.data != nullptr;
+  const int64_t tiles = is_wanted ? ceil_div(sizes.num_keys, Shape::kRows) : 0;
+  const int64_t key_blocks = tiles * sizes.num_kv_heads * sizes.batch;
+  const int64_t blocks = key_blocks + plan_gemms(p.products);
+  p.key_blocks = static_cast<int32_t>(key_blocks);  // no more than the grid has
+  constexpr size_t kKeyBytes = sizeof(typename Shape::SharedStorage);
+  constexpr size_t kProductBytes =
+      sizeof(typename GemmShape<ProductOp, Shape::kThreads / 32>::SharedStorage);
+  launch_chained(block_key_gradients_kernel<Op, ProductOp, kD>, "block_key_gradients", blocks,
+                 Shape::kThreads, kKeyBytes > kProductBytes ? kKeyBytes : kProductBytes, stream, p);
+  return blocks;
+}
+
+// A launch without blocks does not take place, so the first that does is the one that waits for
+// what precedes the call.
+template <class Op, class ProductOp, int kD>
 void launch_block_backward(const BlockBackwardParams& p, cudaStream_t stream) {
-  const AttentionSizes& sizes = p.attention.attention.sizes;
-  bool is_chained = false;
-  if (gemm_tiles(p.dout) > 0) {
-    launch_grouped_gemm<Op>(p.dout, is_chained, stream);
-    is_chained = true;
-  }
-  launch_block_queries<Op, kD>(p.attention, is_chained, stream);
-  is_chained = is_chained || sizes.batch * sizes.num_queries > 0;
-  if (p.attention.attention.dk.data != nullptr) {
-    launch_block_keys<Op, kD>(p.attention, is_chained, stream);
-    is_chained = is_chained || sizes.batch * sizes.num_keys > 0;
-  }
-  launch_grouped_gemm<Op>(p.gradients, is_chained, stream);
+  int64_t blocks = launch_products<ProductOp>(p.dout, false, stream);
+  blocks += launch_query_side<Op, ProductOp, kD>(p.attention, blocks > 0, stream);
+  blocks += launch_key_side<Op, ProductOp, kD>(p.attention, p.early, blocks > 0, stream);
+  launch_products<ProductOp>(p.late, blocks > 0, stream);
 }
 
-template <class Op>
+template <class Op, class ProductOp = Op>
 void dispatch_block_backward(const BlockBackwardParams& p, cudaStream_t stream) {
   switch (padded_head_dim(p.attention.attention.sizes.head_dim)) {
     case 32:
-      return launch_block_backward<Op, 32>(p, stream);
+      return launch_block_backward<Op, ProductOp, 32>(p, stream);
     case 64:
-      return launch_block_backward<Op, 64>(p, stream);
+      return launch_block_backward<Op, ProductOp, 64>(p, stream);
     default:
-      return launch_block_backward<Op, 128>(p, stream);
+      return launch_block_backward<Op, ProductOp, 128>(p, stream);
   }
 }
 

@@ -4,8 +4,10 @@
 #pragma once
 
 #include "block_backward_params.h"
+#include "grouped_gemm.cuh"  // defines: shared_address
 #include "mma.cuh"
 #include "rope.cuh"
+#include "row_copier.cuh"
 #include "storage.cuh"
 #include "turns.cuh"
 
@@ -37,9 +39,30 @@ struct PairShape {
 template <int kD>
 using TileAngles = CosSin[kBlockBackwardRows][kD / 2];  // of pairs that turn
 
+// An operator with left and right operand in each other's role: gives the same bits as Op where
+// the operands themselves are exchanged.
+template <class Op>
+struct ExchangedOp : Op {};
+
+template <>
+struct ExchangedOp<Tf32Op<4>> : Tf32Op<4> {
+  static __device__ __forceinline__ void multiply_add(float (&c)[4], const A& a, const B& b) {
+    uint32_t head[2], tail[2];
+    split(b.r[0], head[0], tail[0]);
+    split(b.r[1], head[1], tail[1]);
+    float step[4] = {0.f, 0.f, 0.f, 0.f};
+    mma_m16n8k8_tf32(step, a.tail, tail[0], tail[1]);
+    mma_m16n8k8_tf32(step, a.tail, head[0], head[1]);
+    mma_m16n8k8_tf32(step, a.head, tail[0], tail[1]);
+    mma_m16n8k8_tf32(step, a.head, head[0], head[1]);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) c[i] += step[i];
+  }
+};
+
 // One tile's place in a [B, T, H, D] tensor.
 struct HeadTile {
-  int64_t batch;
+  int batch;
   int head;
   int first_token, num_tokens;  // num_tokens: of the whole sequence
 };
@@ -84,20 +107,24 @@ __device__ __forceinline__ void store_turned_back(Element* out, int64_t token_st
                                                   const TileAngles<kD>& angles,
                                                   const HeadTile& at) {
   using Shape = PairShape<kThreads, kD>;
-  const int pair = threadIdx.x % Shape::kPairs;
+  // Opaque, so that nothing is kept in registers since the angles were found.
+  const int thread = opaque(threadIdx.x), pair = thread % Shape::kPairs;
   const HeadPair dims =
       r == nullptr ? HeadPair{2 * pair, 2 * pair + 1, false} : head_pair(*r, pair);
   if (dims.first >= head_dim) return;
+  const bool adjacent = dims.second == dims.first + 1;
 #pragma unroll 2
-  for (int row = threadIdx.x / Shape::kPairs; row < kBlockBackwardRows; row += Shape::kRowStep) {
+  for (int row = thread / Shape::kPairs; row < kBlockBackwardRows; row += Shape::kRowStep) {
     const int token = at.first_token + row;
     if (token >= at.num_tokens) return;
     Pair g = {0.f, 0.f};
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
       const float* sums = parts + part * kPartStride + row * (kD + 8);
-      g.first += sums[dims.first];
-      g.second += sums[dims.second];
+      const float2 both = adjacent ? *reinterpret_cast<const float2*>(sums + dims.first)
+                                   : make_float2(sums[dims.first], sums[dims.second]);
+      g.first += both.x;
+      g.second += both.y;
     }
     g = {g.first * factor, g.second * factor};
     if (dims.turns) {
@@ -105,7 +132,7 @@ __device__ __forceinline__ void store_turned_back(Element* out, int64_t token_st
       g = rotate_back(g, first, r->full_width ? table_entry(*r, at, token, dims.second) : first);
     }
     Element* to = out + row * token_stride;
-    if (dims.second == dims.first + 1) {
+    if (adjacent) {
       store2(to + dims.first, g.first, g.second);
     } else {
       to[dims.first] = from_float<Element>(g.first);
@@ -113,6 +140,44 @@ __device__ __forceinline__ void store_turned_back(Element* out, int64_t token_st
     }
   }
 }
+
+// Copies 16 tokens of a head to a tile; what lies beyond `limit` tokens becomes zeros, and so do
+// columns beyond the head dim.
+template <class Tile, int kThreads, class Element>
+class HeadCopier {
+ public:
+  __device__ __forceinline__ HeadCopier(const HeadsView& view, int batch, int head, int head_dim,
+                                        int limit, int thread)
+      : copier_(thread),
+        limit_(copier_.column() < head_dim ? limit : 0),
+        token_bytes_(view.token_stride * static_cast<int>(sizeof(Element))),
+        source_(reinterpret_cast<const char*>(static_cast<const Element*>(view.data) +
+                                              offset_in(view, batch, copier_.row(), head) +
+                                              copier_.column())) {}
+
+  // The tokens from `first` on.
+  __device__ __forceinline__ void copy(uint32_t tile, int first) const {
+    if (first + kBlockBackwardRows <= limit_) {
+      copier_.copy(tile, source_ + first * token_bytes_, token_bytes_ * Copier::kRowStep);
+    } else {
+      copy_rows(tile, first, [](int) { return true; });
+    }
+  }
+
+  // The same without tokens for which exists(token) is false.
+  template <class Exists>
+  __device__ __forceinline__ void copy_rows(uint32_t tile, int first, Exists exists) const {
+    copier_.copy(tile, source_ + first * token_bytes_, token_bytes_ * Copier::kRowStep,
+                 [&](int row) { return first + row < limit_ && exists(first + row); });
+  }
+
+ private:
+  using Copier = RowCopier<Tile, kBlockBackwardRows, kThreads>;
+  Copier copier_;
+  int limit_;
+  int64_t token_bytes_;
+  const char* source_;
+};
 
 // Barrier of the warps that share a chunk. Barrier 0 is that of the whole block.
 template <int kColumnWarps>

@@ -9,6 +9,7 @@
 #include "block_attention.cuh"
 #include "block_forward.h"
 #include "chained_launch.cuh"
+#include "device.h"
 #include "plan.h"
 #include "projection_tile.cuh"
 
@@ -27,7 +28,9 @@ __launch_bounds__(kBlockThreads, kProjectionBlocks<Op, kD, kRows>) void block_pr
     const __grid_constant__ ProjectionGroup group) {
   using Shape = ProjectionShape<Op, kD, kRows>;
   extern __shared__ __align__(16) char smem[];
-  int tile = blockIdx.x, member = 0;
+  const int log2_splits = group.log2_depth_splits;
+  const DepthShare depth{static_cast<int>(blockIdx.x) & ((1 << log2_splits) - 1), log2_splits};
+  int tile = blockIdx.x >> log2_splits, member = 0;
   while (tile >= group.tiles[member]) tile -= group.tiles[member++];
   // What comes before the block is complete, also for the kernels after this one, before any of
   // them reads an argument.
@@ -36,7 +39,7 @@ __launch_bounds__(kBlockThreads, kProjectionBlocks<Op, kD, kRows>) void block_pr
   const ProjectionParams& p = group.members[member];
   const int row_tile = quotient(tile, p.column_tiles);
   const int column_tile = tile - row_tile * p.column_tiles.value;
-  project_tile<Op, Shape>(p, group.follows_kernel, row_tile * kRows, column_tile * kD, smem);
+  project_tile<Op, Shape>(p, group.follows_kernel, row_tile * kRows, column_tile * kD, depth, smem);
 }
 
 template <class Op, int kD>
@@ -44,15 +47,22 @@ __global__ __launch_bounds__(kBlockThreads, kAttentionBlocks<Op, kD>) void block
     const __grid_constant__ BlockAttentionParams p) {
   extern __shared__ __align__(16) char smem[];
   let_next_kernel_start();
-  attend_tile<Op, kD>(p, blockIdx.x, smem);
+  const int splits = 1 << p.log2_key_splits, block = blockIdx.x;
+  attend_tile<Op, kD>(p, block >> p.log2_key_splits, {block & (splits - 1), splits}, smem);
 }
 
 template <class Op, int kD, int kRows>
 void launch_projections(const ProjectionGroup& group, cudaStream_t stream) {
+  constexpr auto kKernel = block_projection_kernel<Op, kD, kRows>;
+  constexpr const char* kName = "block_projection";
+  ProjectionGroup p = group;
+  if (p.log2_depth_splits > 0 && !waits_for_previous_kernel(kKernel, kName)) {
+    p.log2_depth_splits = 0;
+  }
   int64_t blocks = 0;
-  for (int i = 0; i < group.count; ++i) blocks += group.tiles[i];
-  launch_chained(block_projection_kernel<Op, kD, kRows>, "block_projection", blocks, kBlockThreads,
-                 ProjectionShape<Op, kD, kRows>::kSmemBytes, stream, group);
+  for (int i = 0; i < p.count; ++i) blocks += p.tiles[i];
+  launch_chained(kKernel, kName, blocks << p.log2_depth_splits, kBlockThreads,
+                 ProjectionShape<Op, kD, kRows>::kSmemBytes, stream, p, 1 << p.log2_depth_splits);
 }
 
 template <class Op, int kD>
@@ -67,14 +77,27 @@ void launch_projections(const ProjectionGroup& group, cudaStream_t stream) {
   }
 }
 
+template <class Op, int kD>
+void launch_attention(const BlockAttentionParams& params, cudaStream_t stream) {
+  constexpr auto kKernel = block_attention_kernel<Op, kD>;
+  constexpr const char* kName = "block_attention";
+  BlockAttentionParams p = params;
+  const AttentionSizes& sizes = p.attention.sizes;
+  const int64_t tiles = sizes.batch * sizes.num_heads * p.query_tiles.value;
+  const int64_t slots = int64_t{current_gpu().num_sms} * kAttentionBlocks<Op, kD>;
+  const int log2_splits = choose_log2_key_splits(tiles, sizes.num_keys, slots);
+  p.log2_key_splits =
+      log2_splits > 0 && waits_for_previous_kernel(kKernel, kName) ? log2_splits : 0;
+  launch_chained(kKernel, kName, tiles << p.log2_key_splits, kBlockThreads,
+                 sizeof(typename BlockAttentionShape<Op, kD>::SharedStorage), stream, p,
+                 1 << p.log2_key_splits);
+}
+
 // ProjectionOp: multiplies what comes from memory, which leaves more ways to split fp32.
 template <class Op, class ProjectionOp, int kD>
 void launch_block_forward(const BlockForwardParams& p, cudaStream_t stream) {
   launch_projections<ProjectionOp, kD>(p.inputs, stream);
-  const AttentionSizes& sizes = p.attention.attention.sizes;
-  launch_chained(block_attention_kernel<Op, kD>, "block_attention",
-                 sizes.batch * sizes.num_heads * p.attention.query_tiles.value, kBlockThreads,
-                 sizeof(typename BlockAttentionShape<Op, kD>::SharedStorage), stream, p.attention);
+  launch_attention<Op, kD>(p.attention, stream);
   if (p.output.count > 0) launch_projections<ProjectionOp, kD>(p.output, stream);
 }
 

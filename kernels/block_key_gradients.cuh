@@ -1,4 +1,5 @@
-// Key side of a small block's attention backward: dk and dv.
+// Key side of a small block's attention backward: dk and dv. In the same launch, by blocks of their
+// own: the products that do not depend on it.
 //
 // A block keeps 16 keys of one key head. The queries of every head that shares them are spread over
 // its 4 warps in chunks of 16: a warp fetches the next chunk while it multiplies the one it has,
@@ -8,21 +9,16 @@
 
 #include "block_backward_parts.cuh"
 #include "chained_launch.cuh"
+#include "grouped_gemm.cuh"
 #include "scores.cuh"
 
 namespace frx {
-
-// 4 bytes from global to shared memory; zero where the source does not exist.
-__device__ __forceinline__ void copy_async_4(float* smem, const float* gmem, bool exists) {
-  const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(smem));
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(address), "l"(gmem),
-               "r"(exists ? 4 : 0));
-}
 
 template <class Op, int kD>
 struct BlockKeyShape {
   using Element = typename Op::Element;
   using Tile = SmemTile<Element, kD>;
+  static constexpr int kHeadDim = kD;
   static constexpr int kThreads = 128;
   static constexpr int kRows = kBlockBackwardRows;
   static constexpr int kQueries = 16;  // a chunk
@@ -35,7 +31,7 @@ struct BlockKeyShape {
   struct Chunk {
     alignas(16) Element q[kQueries * kD];
     alignas(16) Element dout[kQueries * kD];
-    float lse[kQueries], delta[kQueries], weight_scale[kQueries];
+    RowTerms rows[kQueries];
   };
   struct Parts {  // 32 bytes of padding: written without bank conflicts
     float dk[kRows][kD + 8];
@@ -59,94 +55,98 @@ struct KeyTile : HeadTile {
   int first_key;
   IndexRange chunks;
 
-  __device__ __forceinline__ KeyTile(const AttentionSizes& sizes, const ScoreModifiers& scores) {
-    const int tiles = ceil_div(sizes.num_keys, kBlockBackwardRows);
-    first_key = first_token = static_cast<int>(blockIdx.x % tiles) * kBlockBackwardRows;
+  __device__ __forceinline__ KeyTile(const BlockAttentionBackwardParams& p, int tile) {
+    const AttentionSizes& sizes = p.attention.sizes;
+    const ScoreModifiers& scores = p.attention.scores;
+    const int batch_head = quotient(tile, p.key_tiles);
+    first_key = first_token = (tile - batch_head * p.key_tiles.value) * kBlockBackwardRows;
     num_tokens = sizes.num_keys;
-    head = blockIdx.x / tiles % sizes.num_kv_heads;
-    batch = blockIdx.x / tiles / sizes.num_kv_heads;
-    group = sizes.num_heads / sizes.num_kv_heads;
+    batch = quotient(batch_head, p.kv_heads);
+    head = batch_head - batch * p.kv_heads.value;
+    group = p.heads_a_kv_head.value;
     chunks =
         query_tiles_of_keys(first_key, kBlockBackwardRows, sizes.num_queries,
                             key_count(scores.kv_lengths, batch, sizes.num_keys), scores.is_causal);
   }
-  __device__ __forceinline__ int num_items() const { return group * (chunks.end - chunks.begin); }
-  __device__ __forceinline__ int head_of_item(int item) const {
-    return head * group + item / (chunks.end - chunks.begin);
+};
+
+// A warp's place in its walk over chunks of queries, head by head of the group.
+struct QueryChunk {
+  int head;   // of the group
+  int chunk;  // of the head's
+
+  __device__ __forceinline__ void settle(const KeyTile& at) {
+    const int count = at.chunks.end - at.chunks.begin;
+    while (chunk >= at.chunks.end && head < at.group) {
+      chunk -= count;
+      ++head;
+      if (count <= 0) head = at.group;
+    }
   }
-  __device__ __forceinline__ int first_query_of_item(int item) const {
-    return (chunks.begin + item % (chunks.end - chunks.begin)) * kBlockBackwardRows;
-  }
+  __device__ __forceinline__ bool exists(const KeyTile& at) const { return head < at.group; }
+  __device__ __forceinline__ int first_query() const { return chunk * kBlockBackwardRows; }
 };
 
 // Starts the copy of one warp's (or pair of warps') chunk of queries.
-template <class Op, int kD>
-__device__ __forceinline__ void load_query_chunk(const AttentionBackwardParams& p,
-                                                 const KeyTile& at,
-                                                 typename BlockKeyShape<Op, kD>::Chunk& shared,
-                                                 int item, int thread) {
-  using Shape = BlockKeyShape<Op, kD>;
-  using Element = typename Op::Element;
-  using Tile = typename Shape::Tile;
-  const int h = at.head_of_item(item), first_query = at.first_query_of_item(item);
-  const int num_queries = p.sizes.num_queries, head_dim = p.sizes.head_dim;
-  constexpr int kSharers = 32 * Shape::kColumnWarps;
-  auto query_exists = [&](int row) { return first_query + row < num_queries; };
-  load_tile<Shape::kQueries, kSharers>(
-      Tile{shared.q}, head_of<Element>(p.q, at.batch, h) + first_query * p.q.token_stride,
-      p.q.token_stride, head_dim, query_exists, thread);
-  load_tile<Shape::kQueries, kSharers>(
-      Tile{shared.dout}, head_of<Element>(p.dout, at.batch, h) + first_query * p.dout.token_stride,
-      p.dout.token_stride, head_dim, query_exists, thread);
+template <class Shape>
+__device__ __forceinline__ void load_query_chunk(const BlockAttentionBackwardParams& p,
+                                                 const KeyTile& at, typename Shape::Chunk& shared,
+                                                 const QueryChunk& item, int thread) {
+  using Element = typename Shape::Element;
+  using Copier = HeadCopier<typename Shape::Tile, 32 * Shape::kColumnWarps, Element>;
+  const AttentionBackwardParams& a = p.attention;
+  const int h = at.head * at.group + item.head, num_queries = a.sizes.num_queries;
+  const int first_query = item.first_query();
+  const Copier q_copier(a.q, at.batch, h, a.sizes.head_dim, num_queries, thread);
+  const Copier dout_copier(a.dout, at.batch, h, a.sizes.head_dim, num_queries, thread);
+  q_copier.copy(shared_address(shared.q), first_query);
+  dout_copier.copy(shared_address(shared.dout), first_query);
   if (thread >= Shape::kQueries) return;
-  const bool exists = query_exists(thread);
-  const int64_t row =
-      exists ? (at.batch * p.sizes.num_heads + h) * num_queries + first_query + thread : 0;
-  copy_async_4(&shared.lse[thread], p.lse + row, exists);
-  copy_async_4(&shared.delta[thread], p.delta + row, exists);
-  copy_async_4(&shared.weight_scale[thread], p.weight_scale + row, exists);
+  // Zeros for a query that does not exist, whose score is -inf
+  const bool exists = first_query + thread < num_queries;
+  const int64_t row = static_cast<int64_t>(at.batch * p.heads.value + h) * num_queries +
+                      (exists ? first_query + thread : 0);
+  copy_async_16(&shared.rows[thread], p.row_terms + row, exists);
 }
 
 // dk and dv += what one chunk of queries gives.
-template <class Op, int kD>
-__device__ __forceinline__ void add_query_chunk(
-    const AttentionBackwardParams& p, const KeyTile& at,
-    typename BlockKeyShape<Op, kD>::SharedStorage& shared,
-    typename BlockKeyShape<Op, kD>::Chunk& chunk, int item, int column,
-    float (&dk)[1][BlockKeyShape<Op, kD>::kOutTiles][4],
-    float (&dv)[1][BlockKeyShape<Op, kD>::kOutTiles][4]) {
-  using Shape = BlockKeyShape<Op, kD>;
+template <class Op, class Shape>
+__device__ __forceinline__ void add_query_chunk(const AttentionBackwardParams& p, const KeyTile& at,
+                                                typename Shape::SharedStorage& shared,
+                                                typename Shape::Chunk& chunk,
+                                                const QueryChunk& item, int column,
+                                                float (&dk)[1][Shape::kOutTiles][4],
+                                                float (&dv)[1][Shape::kOutTiles][4]) {
   using Element = typename Op::Element;
   using Tile = typename Shape::Tile;
   const int lane = opaque(threadIdx.x % 32);
   const Tile k_tile{shared.k}, v_tile{shared.v}, q_tile{chunk.q}, dout_tile{chunk.dout};
-  const HeadScores scores(p.sizes, p.scores, at.batch, at.head_of_item(item), kScoreUnit<Element>);
-  const int first_query = at.first_query_of_item(item);
+  const HeadScores scores(p.sizes, p.scores, at.batch, at.head * at.group + item.head,
+                          kScoreUnit<Element>);
+  const int first_query = item.first_query();
   const bool is_plain =
       scores.is_plain() && first_query + Shape::kQueries <= scores.num_queries &&
       at.first_key + Shape::kRows <=
           keys_visible(first_query, scores.num_queries, scores.key_count, scores.is_causal);
 
-  // Rows are keys, columns queries
+  // Rows are keys, columns queries: the query side's operands exchanged, to the bit the same
   float weights[1][2][4] = {}, ds[1][2][4] = {};
-  multiply_rows<Op, 1, 2, kD>(weights, k_tile, 0, q_tile, lane);
-  multiply_rows<Op, 1, 2, kD>(ds, v_tile, 0, dout_tile, lane);
+  multiply_rows<ExchangedOp<Op>, 1, 2, Shape::kHeadDim>(weights, k_tile, 0, q_tile, lane);
+  multiply_rows<ExchangedOp<Op>, 1, 2, Shape::kHeadDim>(ds, v_tile, 0, dout_tile, lane);
   apply_modifiers<true>(weights[0], scores, at.first_key + lane / 4, first_query + 2 * (lane % 4),
                         is_plain);
 #pragma unroll
   for (int n = 0; n < 2; ++n) {
 #pragma unroll
     for (int odd = 0; odd < 2; ++odd) {
-      const int query = 8 * n + 2 * (lane % 4) + odd;
-      // A row without keys: subtract +inf, so that its weights are 0.
-      const float found = chunk.lse[query], delta = chunk.delta[query];
-      const float lse = found == negative_infinity() ? -found : found * kScoreUnit<Element>;
-      const float weight_scale = chunk.weight_scale[query];
+      const float4 row =
+          *reinterpret_cast<const float4*>(&chunk.rows[8 * n + 2 * (lane % 4) + odd]);
+      const float lse = row.x, weight_scale = row.y, delta = row.z, dlse = row.w;
 #pragma unroll
       for (int i = odd; i < 4; i += 2) {
         const float weight = weight_of<Element>(weights[0][n][i] - lse) * weight_scale;
         weights[0][n][i] = weight;
-        ds[0][n][i] = weight * (ds[0][n][i] - delta);
+        ds[0][n][i] = weight * ((ds[0][n][i] - delta) + dlse);
       }
     }
   }
@@ -154,55 +154,60 @@ __device__ __forceinline__ void add_query_chunk(
   multiply_accumulators<Op, 1, 2, Shape::kOutTiles>(dv, weights, dout_tile, column, lane);
 }
 
-template <class Op, int kD>
-__global__ __launch_bounds__(
-    BlockKeyShape<Op, kD>::kThreads,
-    Op::kSplits ? 1
-                : 128 / kD) void block_key_gradients_kernel(const __grid_constant__
-                                                                BlockAttentionBackwardParams p) {
-  using Shape = BlockKeyShape<Op, kD>;
+// One tile of 16 keys by a whole block. q, k and v are arguments, the rest comes from the kernel
+// before.
+template <class Op, class Shape>
+__device__ __forceinline__ void differentiate_keys(const BlockAttentionBackwardParams& p, int tile,
+                                                   typename Shape::SharedStorage& shared) {
   using Element = typename Op::Element;
   using Tile = typename Shape::Tile;
-  extern __shared__ __align__(16) char smem[];
-  auto& shared = *reinterpret_cast<typename Shape::SharedStorage*>(smem);
+  constexpr int kD = Shape::kHeadDim;
   const AttentionBackwardParams& a = p.attention;
-  const KeyTile at(a.sizes, a.scores);
+  const KeyTile at(p, tile);
   const int thread = threadIdx.x, warp = thread / 32;
   const int chunk_warp = warp % Shape::kChunkWarps, column_warp = warp / Shape::kChunkWarps;
   const int column = 8 * Shape::kOutTiles * column_warp;
-  const int num_items = at.num_items();
-  let_next_kernel_start();
 
   // Keys, values and angles do not depend on the query side
   const HeadScores scores(a.sizes, a.scores, at.batch, at.head * at.group);
-  auto load_keys = [&](Element* tile, const HeadsView& view) {
-    load_tile<Shape::kRows, Shape::kThreads>(
-        Tile{tile}, head_of<Element>(view, at.batch, at.head) + at.first_key * view.token_stride,
-        view.token_stride, a.sizes.head_dim,
-        [&](int row) { return scores.key_exists(at.first_key + row); });
+  auto load_keys = [&](Element* to, const HeadsView& view) {
+    const HeadCopier<Tile, Shape::kThreads, Element> copier(
+        view, at.batch, at.head, a.sizes.head_dim, scores.key_count, thread);
+    if (scores.key_keep == nullptr) {
+      copier.copy(shared_address(to), at.first_key);
+    } else {
+      copier.copy_rows(shared_address(to), at.first_key,
+                       [&](int key) { return scores.key_keep[key]; });
+    }
   };
   load_keys(shared.k, a.k);
   load_keys(shared.v, a.v);
   find_tile_angles<Shape::kThreads, kD>(shared.angles, p.k_rotation, at);
   wait_for_previous_kernel();
 
-  auto load_item = [&](int item, int stage) {
-    if (item < num_items) {
-      load_query_chunk<Op, kD>(a, at, shared.chunks[chunk_warp][stage], item,
-                               32 * column_warp + thread % 32);
+  QueryChunk next{0, at.chunks.begin + chunk_warp};
+  next.settle(at);
+  auto load_next = [&](int stage) {
+    if (next.exists(at)) {
+      load_query_chunk<Shape>(p, at, shared.chunks[chunk_warp][stage], next,
+                              32 * column_warp + thread % 32);
     }
     commit_copies();  // also an empty group, so that their count is known
   };
-  load_item(chunk_warp, 0);  // in one group with the keys
+  load_next(0);  // in one group with the keys
   wait_copies<0>();
   __syncthreads();  // keys are here, brought by all warps, and the first chunk
 
   float dk[1][Shape::kOutTiles][4] = {}, dv[1][Shape::kOutTiles][4] = {};
   int stage = 0;
 #pragma unroll 1
-  for (int item = chunk_warp; item < num_items; item += Shape::kChunkWarps) {
-    load_item(item + Shape::kChunkWarps, stage ^ 1);
-    add_query_chunk<Op, kD>(a, at, shared, shared.chunks[chunk_warp][stage], item, column, dk, dv);
+  while (next.exists(at)) {
+    const QueryChunk item = next;
+    next.chunk += Shape::kChunkWarps;
+    next.settle(at);
+    load_next(stage ^ 1);
+    add_query_chunk<Op, Shape>(a, at, shared, shared.chunks[chunk_warp][stage], item, column, dk,
+                               dv);
     wait_copies<0>();
     sync_chunk_warps<Shape::kColumnWarps>(chunk_warp);  // next chunk is here, this one was read
     stage ^= 1;
@@ -223,17 +228,27 @@ __global__ __launch_bounds__(
   store(a.dv, shared.parts[0].dv[0], 1.f, nullptr);
 }
 
+// Blocks that share a multiprocessor, bounded by registers.
 template <class Op, int kD>
-void launch_block_keys(const BlockAttentionBackwardParams& p, bool is_chained,
-                       cudaStream_t stream) {
+constexpr int kKeyBlocks = kD == 128 || (Op::kSplits && kD == 64) ? 2
+                           : Op::kSplits                          ? 3
+                                                                  : 128 / kD;
+
+template <class Op, class ProductOp, int kD>
+__global__ __launch_bounds__(
+    BlockKeyShape<Op, kD>::kThreads,
+    kKeyBlocks<Op, kD>) void block_key_gradients_kernel(const __grid_constant__ BlockKeyParams p) {
   using Shape = BlockKeyShape<Op, kD>;
-  const AttentionSizes& sizes = p.attention.sizes;
-  const int64_t blocks = static_cast<int64_t>(ceil_div(sizes.num_keys, Shape::kRows)) *
-                         sizes.num_kv_heads * sizes.batch;
-  const auto launch_it = is_chained ? launch_chained<BlockAttentionBackwardParams>
-                                    : launch<BlockAttentionBackwardParams>;
-  launch_it(block_key_gradients_kernel<Op, kD>, "block_key_gradients", blocks, Shape::kThreads,
-            sizeof(typename Shape::SharedStorage), stream, p);
+  using ProductShape = GemmShape<ProductOp, Shape::kThreads / 32>;
+  extern __shared__ __align__(16) char smem[];
+  if (!p.follows_kernel) wait_for_previous_kernel();
+  let_next_kernel_start();
+  if (blockIdx.x < p.key_blocks) {
+    differentiate_keys<Op, Shape>(p.attention, blockIdx.x,
+                                  *reinterpret_cast<typename Shape::SharedStorage*>(smem));
+  } else {
+    multiply_group_tile<ProductShape>(p.products, blockIdx.x - p.key_blocks, smem);
+  }
 }
 
 }  // namespace frx

@@ -32,12 +32,15 @@ struct ProjectionGroup {
   int32_t tiles[3];
   int32_t count;
   int32_t tile_rows;
+  int32_t log2_depth_splits;  // 2^this blocks share the depth of a tile
   // x comes from the kernel before, weights do not: they are fetched while that one still runs.
   bool follows_kernel;
 };
 
 struct BlockAttentionParams {
   AttentionForwardParams attention;
+  int32_t log2_key_splits;  // 2^this blocks share the keys of a tile
+  bool has_finished_keys;   // k and v are arguments: they are fetched while q is made
   Divisor query_tiles;
   Divisor heads;
   Divisor heads_a_kv_head;
@@ -58,6 +61,7 @@ FRX_HOST_DEVICE constexpr int block_high_tile(int tile_columns) {
   return tile_columns == 32 ? 96 : 64;
 }
 constexpr int kBlockTileQueries = 16;
+constexpr int kLargestLog2Splits = 3;  // clusters of 8 blocks are what every Hopper GPU has
 
 inline int64_t projection_tiles(const ProjectionParams& p, int tile_rows, int tile_columns) {
   return static_cast<int64_t>(ceil_div(p.rows, tile_rows)) * ceil_div(p.columns, tile_columns);
@@ -92,15 +96,42 @@ inline int choose_tile_rows(const ProjectionGroup& group, int tile_columns, int 
   return best;
 }
 
+// Few tiles leave multiprocessors idle: as many blocks share the depth of each as there is room
+// for, while every block still has a stage of it.
+inline int choose_log2_depth_splits(const ProjectionGroup& group, int64_t tiles, int num_sms) {
+  constexpr int kLeastDepth = 128;
+  int depth = INT32_MAX, log2_splits = 0;
+  for (int i = 0; i < group.count; ++i) depth = smaller(depth, group.members[i].depth);
+  while (log2_splits < kLargestLog2Splits && tiles << (log2_splits + 1) <= num_sms &&
+         depth >> (log2_splits + 1) >= kLeastDepth) {
+    ++log2_splits;
+  }
+  return log2_splits;
+}
+
+// The same for the keys of attention: every warp still has two chunks.
+inline int choose_log2_key_splits(int64_t tiles, int num_keys, int64_t slots) {
+  constexpr int kLeastKeys = 256;
+  int log2_splits = 0;
+  while (log2_splits < kLargestLog2Splits && tiles << (log2_splits + 1) <= slots &&
+         num_keys >> (log2_splits + 1) >= kLeastKeys) {
+    ++log2_splits;
+  }
+  return log2_splits;
+}
+
 // Fills in everything that follows from the sizes.
 inline void plan_projections(ProjectionGroup& group, int tile_columns, int num_sms, bool is_fp32) {
   group.tile_rows = choose_tile_rows(group, tile_columns, num_sms, is_fp32);
+  int64_t tiles = 0;
   for (int i = 0; i < group.count; ++i) {
     ProjectionParams& p = group.members[i];
     group.tiles[i] = static_cast<int32_t>(projection_tiles(p, group.tile_rows, tile_columns));
     p.column_tiles = make_divisor(ceil_div(p.columns, tile_columns));
     plan_rotation(p.rotation);
+    tiles += group.tiles[i];
   }
+  group.log2_depth_splits = choose_log2_depth_splits(group, tiles, num_sms);
 }
 
 }  // namespace frx

@@ -2,9 +2,10 @@
 //
 // A block keeps 16 queries of one head. Its 8 warps first share the depth of dout = dy w_out, which
 // no other block computes; then the keys are spread over them in chunks of 16. Each warp sums
-// weights and weight gradients of its chunks, the warps agree on every row's delta (see
-// attention_row_sums.cuh), and each adds its chunks to a dq of its own; in the end those meet in
-// shared memory, where the rotation is undone. Up to one chunk a warp, nothing is computed twice.
+// weights and weight gradients of its chunks, every thread adds up the sums of its rows (see
+// attention_row_sums.cuh for why they are not taken from o and lse), and each warp adds its chunks
+// to a dq of its own; in the end those meet in shared memory, where the rotation is undone. Up to
+// one chunk a warp, nothing is computed twice.
 #pragma once
 
 #include "block_backward_parts.cuh"
@@ -13,29 +14,36 @@
 
 namespace frx {
 
-template <class Op, int kD>
+// ProductOp: multiplies what comes from memory, which leaves more ways to split fp32.
+template <class Op, class ProductOp, int kD>
 struct BlockQueryShape {
   using Element = typename Op::Element;
   using Tile = SmemTile<Element, kD>;
-  static constexpr int kThreads = 256;
+  static constexpr int kHeadDim = kD;
+  static constexpr int kThreads = 256, kWarps = kThreads / 32;
   static constexpr int kRows = kBlockBackwardRows;
   static constexpr int kKeys = 16;  // a chunk
   static constexpr int kChunkBytes = 2 * kKeys * kD * sizeof(Element);
   // fp32 outputs of 128 columns leave a thread too few registers: two warps then share a chunk and
   // its columns, each computing the scores for itself.
   static constexpr int kColumnWarps = kChunkBytes > 8 * 1024 ? 2 : 1;
-  static constexpr int kKeyWarps = kThreads / 32 / kColumnWarps;
+  static constexpr int kKeyWarps = kWarps / kColumnWarps;
   static constexpr int kOutTiles = kD / kColumnWarps / 8;
 
-  // dout = dy w_out, in stages of one step a warp
-  static constexpr int kDepth = kThreads / 32 * Op::kK;
+  // dout = dy w_out: wide heads are spread over two groups of warps, the depth over the rest.
+  static constexpr int kDoutColumnWarps = kD * sizeof(Element) > 128 ? 2 : 1;
+  static constexpr int kShares = kWarps / kDoutColumnWarps;
+  static constexpr int kDoutTiles = kD / kDoutColumnWarps / 8;
+  static constexpr int kDepth = (kD == 32 ? 512 : 256) / sizeof(Element);
+  static constexpr int kSteps = kDepth / kShares / ProductOp::kK;  // of a warp, a stage
+  static_assert(kSteps >= 1, "every warp has a step of a stage");
   using DyTile = SmemTile<Element, kDepth>;
   using WeightTile = DepthTile<Element, kD>;
   struct Stage {
     alignas(16) Element dy[kRows * kDepth];
     alignas(16) Element weight[kDepth * kD];
   };
-  static constexpr int kStages = kD == 32 ? 4 : 2;
+  static constexpr int kStages = 2;
 
   using Part = float[kRows][kD + 8];  // 32 bytes of padding: written without bank conflicts
   struct Chunk {
@@ -47,16 +55,15 @@ struct BlockQueryShape {
   static constexpr int kChunksBytes = kKeyWarps * sizeof(Chunk);
   union Scratch {
     Stage stages[kStages];
-    Part parts[kThreads / 32];
+    Part parts[kKeyWarps > kShares ? kKeyWarps : kShares];
     char late_chunks[kEarlyKeys ? 1 : kChunksBytes];
   };
   struct SharedStorage {
     alignas(16) Element q[kRows * kD];
     alignas(16) Element dout[kRows * kD];
     TileAngles<kD> angles;
-    float weight_sum[kKeyWarps][kRows], gradient_sum[kKeyWarps][kRows];
-    float weight_scale[kRows], delta[kRows];
-    Scratch scratch;
+    alignas(16) float2 sums[kRows][kKeyWarps];  // weights, weighted gradients
+    alignas(16) Scratch scratch;
     alignas(16) char early_chunks[kEarlyKeys ? kChunksBytes : 1];
 
     __device__ __forceinline__ Chunk* chunks() {
@@ -68,144 +75,107 @@ struct BlockQueryShape {
 
 // Where a block's tile lies, and whose keys it sees.
 struct QueryTile : HeadTile {
+  int batch_head;
   int kv_head;
   int first_query;
 
-  __device__ __forceinline__ explicit QueryTile(const AttentionSizes& sizes) {
-    const int tiles = ceil_div(sizes.num_queries, kBlockBackwardRows);
-    first_query = first_token = static_cast<int>(blockIdx.x % tiles) * kBlockBackwardRows;
-    num_tokens = sizes.num_queries;
-    head = blockIdx.x / tiles % sizes.num_heads;
-    batch = blockIdx.x / tiles / sizes.num_heads;
-    kv_head = head / (sizes.num_heads / sizes.num_kv_heads);
+  __device__ __forceinline__ QueryTile(const BlockAttentionBackwardParams& p, int tile) {
+    batch_head = quotient(tile, p.query_tiles);
+    first_query = first_token = (tile - batch_head * p.query_tiles.value) * kBlockBackwardRows;
+    num_tokens = p.attention.sizes.num_queries;
+    batch = quotient(batch_head, p.heads);
+    head = batch_head - batch * p.heads.value;
+    kv_head = quotient(head, p.heads_a_kv_head);
   }
 };
 
-// Starts the copy of one warp's (or pair of warps') chunk of keys and values.
-template <class Op, int kD>
-__device__ __forceinline__ void load_key_chunk(const AttentionBackwardParams& p,
-                                               const HeadScores& scores, const QueryTile& at,
-                                               typename BlockQueryShape<Op, kD>::Chunk& shared,
-                                               int chunk, int thread) {
-  using Shape = BlockQueryShape<Op, kD>;
-  using Element = typename Op::Element;
-  const int first_key = chunk * Shape::kKeys;
-  auto key_exists = [&](int row) { return scores.key_exists(first_key + row); };
-  const Element* k = head_of<Element>(p.k, at.batch, at.kv_head) + first_key * p.k.token_stride;
-  const Element* v = head_of<Element>(p.v, at.batch, at.kv_head) + first_key * p.v.token_stride;
-  constexpr int kSharers = 32 * Shape::kColumnWarps;
-  load_tile<Shape::kKeys, kSharers>(typename Shape::Tile{shared.k}, k, p.k.token_stride,
-                                    p.sizes.head_dim, key_exists, thread);
-  load_tile<Shape::kKeys, kSharers>(typename Shape::Tile{shared.v}, v, p.v.token_stride,
-                                    p.sizes.head_dim, key_exists, thread);
+// lse of a thread's rows g and g + 8, in units; +inf where the row has no key or does not exist:
+// weights become 0.
+struct QueryRows {
+  float lse[2];
+};
+
+template <class Element>
+__device__ __forceinline__ QueryRows load_query_rows(const AttentionBackwardParams& p,
+                                                     const QueryTile& at) {
+  const float* lse_of_head = p.lse + static_cast<int64_t>(at.batch_head) * at.num_tokens;
+  QueryRows rows;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int query = at.first_query + threadIdx.x % 32 / 4 + 8 * half;
+    const float lse = query < at.num_tokens ? lse_of_head[query] : negative_infinity();
+    rows.lse[half] = lse == negative_infinity() ? -lse : lse * kScoreUnit<Element>;
+  }
+  return rows;
 }
 
-// Starts the copy of one stage of dy and w_out.
-template <class Op, int kD>
-__device__ __forceinline__ void load_dout_stage(const BlockAttentionBackwardParams& p,
-                                                const QueryTile& at,
-                                                typename BlockQueryShape<Op, kD>::Stage& shared,
-                                                int stage, int thread) {
-  using Shape = BlockQueryShape<Op, kD>;
-  using Element = typename Op::Element;
-  const AttentionSizes& sizes = p.attention.sizes;
-  const int start = stage * Shape::kDepth, depth = p.out_width;
-  const int64_t inner = static_cast<int64_t>(sizes.num_heads) * sizes.head_dim;
-  const Element* dy = static_cast<const Element*>(p.dy) +
-                      (at.batch * sizes.num_queries + at.first_query) * depth + start;
-  const Element* weight =
-      static_cast<const Element*>(p.w_out) + start * inner + at.head * sizes.head_dim;
-  load_rows<Shape::kRows, Shape::kThreads>(
-      typename Shape::DyTile{shared.dy}, dy, depth, depth - start,
-      [&](int row) { return at.first_query + row < at.num_tokens; }, thread);
-  load_rows<Shape::kDepth, Shape::kThreads>(
-      typename Shape::WeightTile{{shared.weight}}, weight, inner, sizes.head_dim,
-      [&](int row) { return start + row < depth; }, thread);
-}
-
-// The tile of dout from the warps' parts: rounded, to shared memory and for the key side to global.
-template <class Op, int kD>
-__device__ __forceinline__ void store_dout(
-    const AttentionBackwardParams& p, const QueryTile& at,
-    typename BlockQueryShape<Op, kD>::SharedStorage& shared) {
-  using Shape = BlockQueryShape<Op, kD>;
-  using Element = typename Op::Element;
+// The tile of dout from the warps' shares: rounded, to shared memory and for the key side to
+// global.
+template <class Shape>
+__device__ __forceinline__ void store_dout(const AttentionBackwardParams& p, const QueryTile& at,
+                                           typename Shape::SharedStorage& shared) {
+  using Element = typename Shape::Element;
   using Tile = typename Shape::Tile;
+  constexpr int kPairs = Shape::Tile::kChunks * Tile::kChunkElements / 2;
+  constexpr int kRowStep = Shape::kThreads / kPairs;
   const Tile tile{shared.dout};
-  for (int i = threadIdx.x; i < Shape::kRows * kD / 2; i += Shape::kThreads) {
-    const int row = i / (kD / 2), d = i % (kD / 2) * 2, query = at.first_query + row;
+  const int d = threadIdx.x % kPairs * 2, first = threadIdx.x / kPairs;
+  Element* out = static_cast<Element*>(p.dout.data) +
+                 offset_in(p.dout, at.batch, at.first_query + first, at.head) + d;
+#pragma unroll
+  for (int i = 0; i < Shape::kRows / kRowStep; ++i) {
+    const int row = first + i * kRowStep;
     float x = 0.f, y = 0.f;
 #pragma unroll
-    for (int warp = 0; warp < Shape::kThreads / 32; ++warp) {
-      x += shared.scratch.parts[warp][row][d];
-      y += shared.scratch.parts[warp][row][d + 1];
+    for (int share = 0; share < Shape::kShares; ++share) {
+      const float2 both = *reinterpret_cast<const float2*>(&shared.scratch.parts[share][row][d]);
+      x += both.x;
+      y += both.y;
     }
     store2(tile.chunk(row, d / Tile::kChunkElements) + d % Tile::kChunkElements, x, y);
-    if (query < at.num_tokens && d < p.sizes.head_dim) {
-      store2(static_cast<Element*>(p.dout.data) + offset_in(p.dout, at.batch, query, at.head) + d,
-             x, y);
+    if (at.first_query + row < at.num_tokens && d < p.sizes.head_dim) {
+      store2(out + i * kRowStep * p.dout.token_stride, x, y);
     }
   }
 }
 
 // dout = dy w_out of the tile, each warp a share of the depth. The first stages are under way.
-template <class Op, int kD, class Load>
-__device__ __forceinline__ void project_dout(
-    const BlockAttentionBackwardParams& p, const QueryTile& at,
-    typename BlockQueryShape<Op, kD>::SharedStorage& shared, int num_stages, Load load) {
-  using Shape = BlockQueryShape<Op, kD>;
+template <class ProductOp, class Shape, class Load>
+__device__ __forceinline__ void project_dout(const AttentionBackwardParams& p, const QueryTile& at,
+                                             typename Shape::SharedStorage& shared, int num_stages,
+                                             Load load) {
+  constexpr int kTiles = Shape::kDoutTiles;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  float c[kD / 8][4] = {};
+  const int share = warp % Shape::kShares, first_column = warp / Shape::kShares * 8 * kTiles;
+  float c[kTiles][4] = {};
+  int slot = 0;
 #pragma unroll 1
   for (int i = 0; i < num_stages; ++i) {
-    wait_copies<Shape::kStages - 2>();
-    __syncthreads();  // stage i is here, and every warp is done with stage i - 1
-    load(i + Shape::kStages - 1);
-    auto& stage = shared.scratch.stages[i % Shape::kStages];
-    const typename Op::A a = Op::load_a(typename Shape::DyTile{stage.dy}, 0, warp, lane);
+    wait_copies<Shape::kStages - 1>();
+    __syncthreads();  // stage i is here
+    auto& stage = shared.scratch.stages[slot];
+    const typename Shape::DyTile dy{stage.dy};
     const typename Shape::WeightTile weight{{stage.weight}};
+#pragma unroll(ProductOp::kSplits ? 1 : Shape::kSteps)
+    for (int step = 0; step < Shape::kSteps; ++step) {
+      const int k = share * Shape::kSteps + step;
+      const typename ProductOp::A a = ProductOp::load_a(dy, 0, k, lane);
 #pragma unroll
-    for (int n = 0; n < kD / 8; n += 2) {
-      typename Op::B b[2];
-      load_right<Op>(b, weight, warp, 8 * n, lane);
-      Op::multiply_add(c[n], a, b[0]);
-      Op::multiply_add(c[n + 1], a, b[1]);
+      for (int n = 0; n < kTiles; n += 2) {
+        typename ProductOp::B b[2];
+        load_right<ProductOp>(b, weight, k, first_column + 8 * n, lane);
+        ProductOp::multiply_add(c[n], a, b[0]);
+        ProductOp::multiply_add(c[n + 1], a, b[1]);
+      }
     }
+    if (i + Shape::kStages < num_stages) __syncthreads();  // every warp is done with this stage
+    load(i + Shape::kStages, slot);
+    slot = slot + 1 < Shape::kStages ? slot + 1 : 0;
   }
-  wait_copies<0>();
-  __syncthreads();  // every warp is done with the last stage, which the parts replace
-  store_part<kD>(shared.scratch.parts[warp], c, 0, lane);
-  __syncthreads();  // all parts are written
-  store_dout<Op, kD>(p.attention, at, shared);
-  __syncthreads();  // dout is in shared memory, and the parts have been read
-}
-
-// delta and weight_scale of the tile's rows from the warps' sums.
-template <class Shape>
-__device__ __forceinline__ void finish_row_sums(const AttentionBackwardParams& p,
-                                                const QueryTile& at,
-                                                typename Shape::SharedStorage& shared,
-                                                uint64_t batch_head) {
-  const int row = threadIdx.x, query = at.first_query + row;
-  if (row >= Shape::kRows) return;
-  float weight = 0.f, gradient = 0.f;
-#pragma unroll
-  for (int w = 0; w < Shape::kKeyWarps; ++w) {
-    weight += shared.weight_sum[w][row];
-    gradient += shared.gradient_sum[w][row];
-  }
-  const bool has_keys = weight > 0.f;
-  const int64_t index = batch_head * at.num_tokens + query;
-  const bool exists = query < at.num_tokens;
-  const float dlse = exists && p.dlse != nullptr ? p.dlse[index] : 0.f;
-  const float scale = has_keys ? 1.f / weight : 1.f;
-  const float delta = has_keys ? gradient / weight - dlse : 0.f;
-  shared.weight_scale[row] = scale;
-  shared.delta[row] = delta;
-  if (exists) {
-    p.weight_scale[index] = scale;
-    p.delta[index] = delta;
-  }
+  __syncthreads();  // every warp is done with the last stage, which the shares replace
+  store_part<Shape::kHeadDim>(shared.scratch.parts[share], c, first_column, lane);
+  __syncthreads();  // all shares are written
+  store_dout<Shape>(p, at, shared);
 }
 
 __device__ __forceinline__ float sum_over_quad(float x) {  // the four threads that share a row
@@ -213,35 +183,57 @@ __device__ __forceinline__ float sum_over_quad(float x) {  // the four threads t
   return x + __shfl_xor_sync(~0u, x, 2);
 }
 
-// Row sums, then dq, over this warp's chunks of keys. The first chunk is in shared memory.
-template <class Op, int kD>
-__device__ __forceinline__ void walk_over_keys(
-    const AttentionBackwardParams& p, const HeadScores& scores, const QueryTile& at,
-    typename BlockQueryShape<Op, kD>::SharedStorage& shared,
-    float (&dq)[1][BlockQueryShape<Op, kD>::kOutTiles][4]) {
-  using Shape = BlockQueryShape<Op, kD>;
+// Weights and weight gradients of one chunk.
+template <class Op, class Shape>
+__device__ __forceinline__ void weigh_chunk(const AttentionBackwardParams& p,
+                                            const HeadScores& scores, const QueryTile& at,
+                                            typename Shape::SharedStorage& shared,
+                                            typename Shape::Chunk& chunk_shared, int chunk,
+                                            int lane, const QueryRows& rows,
+                                            float (&weights)[1][2][4], float (&dweights)[1][2][4]) {
   using Element = typename Op::Element;
   using Tile = typename Shape::Tile;
-  constexpr int kKeys = Shape::kKeys, kKeyWarps = Shape::kKeyWarps;
+#pragma unroll
+  for (int n = 0; n < 2; ++n) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) weights[0][n][i] = dweights[0][n][i] = 0.f;
+  }
+  multiply_rows<Op, 1, 2, Shape::kHeadDim>(weights, Tile{shared.q}, 0, Tile{chunk_shared.k}, lane);
+  multiply_rows<Op, 1, 2, Shape::kHeadDim>(dweights, Tile{shared.dout}, 0, Tile{chunk_shared.v},
+                                           lane);
+  const int first_key = chunk * Shape::kKeys;
+  const bool is_plain =
+      scores.is_plain() && at.first_query + Shape::kRows <= at.num_tokens &&
+      first_key + Shape::kKeys <=
+          keys_visible(at.first_query, at.num_tokens, scores.key_count, scores.is_causal);
+  apply_modifiers<false>(weights[0], scores, at.first_query + lane / 4, first_key + 2 * (lane % 4),
+                         is_plain);
+#pragma unroll
+  for (int n = 0; n < 2; ++n) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      weights[0][n][i] = weight_of<Element>(weights[0][n][i] - rows.lse[i / 2]);
+    }
+  }
+}
+
+// Row sums, then dq, over this warp's chunks of keys. The first chunk is in shared memory.
+template <class Op, class Shape, class Load>
+__device__ __forceinline__ void walk_over_keys(const BlockAttentionBackwardParams& block,
+                                               const HeadScores& scores, const QueryTile& at,
+                                               typename Shape::SharedStorage& shared,
+                                               const QueryRows& rows, Load load_keys,
+                                               float (&dq)[1][Shape::kOutTiles][4]) {
+  constexpr int kKeyWarps = Shape::kKeyWarps;
+  const AttentionBackwardParams& p = block.attention;
   const int warp = threadIdx.x / 32, key_warp = warp % kKeyWarps, column_warp = warp / kKeyWarps;
   auto& chunk_shared = shared.chunks()[key_warp];
-  const Tile q_tile{shared.q}, dout_tile{shared.dout}, k_tile{chunk_shared.k},
-      v_tile{chunk_shared.v};
-  const int end = key_tiles_of_queries(at.first_query, Shape::kRows, kKeys, at.num_tokens,
+  const int end = key_tiles_of_queries(at.first_query, Shape::kRows, Shape::kKeys, at.num_tokens,
                                        scores.key_count, scores.is_causal)
                       .end;
   const bool is_kept = end <= kKeyWarps;  // what the first pass found stays in registers
-
-  // Rows g and g + 8. lse is +inf where the row has no key or does not exist: weights become 0.
-  float lse[2], weight_scale[2] = {}, delta[2] = {}, weight_sum[2] = {}, gradient_sum[2] = {};
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int query = at.first_query + threadIdx.x % 32 / 4 + 8 * half;
-    const float found = query < at.num_tokens ? p.lse[scores.batch_head * at.num_tokens + query]
-                                              : negative_infinity();
-    lse[half] = found == negative_infinity() ? -found : found * kScoreUnit<Element>;
-  }
-
+  float weight_scale[2] = {}, delta[2] = {}, dlse[2] = {};
+  float weight_sum[2] = {}, gradient_sum[2] = {};
   float weights[1][2][4], dweights[1][2][4];
 #pragma unroll 1
   for (int pass = 0; pass < 2; ++pass) {
@@ -251,31 +243,13 @@ __device__ __forceinline__ void walk_over_keys(
       if (pass == 0 || !is_kept) {
         if (pass == 1 || chunk != key_warp) {
           sync_chunk_warps<Shape::kColumnWarps>(key_warp);  // the chunk before has been read
-          load_key_chunk<Op, kD>(p, scores, at, chunk_shared, chunk, 32 * column_warp + lane);
+          load_keys(chunk);
           commit_copies();
           wait_copies<0>();
           sync_chunk_warps<Shape::kColumnWarps>(key_warp);  // this chunk is here
         }
-#pragma unroll
-        for (int n = 0; n < 2; ++n) {
-#pragma unroll
-          for (int i = 0; i < 4; ++i) weights[0][n][i] = dweights[0][n][i] = 0.f;
-        }
-        multiply_rows<Op, 1, 2, kD>(weights, q_tile, 0, k_tile, lane);
-        multiply_rows<Op, 1, 2, kD>(dweights, dout_tile, 0, v_tile, lane);
-        const int first_key = chunk * kKeys;
-        const bool is_plain = scores.is_plain() && at.first_query + Shape::kRows <= at.num_tokens &&
-                              first_key + kKeys <= keys_visible(at.first_query, at.num_tokens,
-                                                                scores.key_count, scores.is_causal);
-        apply_modifiers<false>(weights[0], scores, at.first_query + lane / 4,
-                               first_key + 2 * (lane % 4), is_plain);
-#pragma unroll
-        for (int n = 0; n < 2; ++n) {
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            weights[0][n][i] = weight_of<Element>(weights[0][n][i] - lse[i / 2]);
-          }
-        }
+        weigh_chunk<Op, Shape>(p, scores, at, shared, chunk_shared, chunk, lane, rows, weights,
+                               dweights);
       }
       if (pass == 0) {
 #pragma unroll
@@ -291,11 +265,12 @@ __device__ __forceinline__ void walk_over_keys(
         for (int n = 0; n < 2; ++n) {
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
-            dweights[0][n][i] =
-                weights[0][n][i] * weight_scale[i / 2] * (dweights[0][n][i] - delta[i / 2]);
+            dweights[0][n][i] = weights[0][n][i] * weight_scale[i / 2] *
+                                ((dweights[0][n][i] - delta[i / 2]) + dlse[i / 2]);
           }
         }
-        multiply_accumulators<Op, 1, 2, Shape::kOutTiles>(dq, dweights, k_tile,
+        multiply_accumulators<Op, 1, 2, Shape::kOutTiles>(dq, dweights,
+                                                          typename Shape::Tile{chunk_shared.k},
                                                           8 * Shape::kOutTiles * column_warp, lane);
       }
     }
@@ -306,105 +281,143 @@ __device__ __forceinline__ void walk_over_keys(
       const float gradient = sum_over_quad(gradient_sum[half]);
       const int row = threadIdx.x % 32 / 4 + 8 * half;
       if (threadIdx.x % 4 == 0 && column_warp == 0) {
-        shared.weight_sum[key_warp][row] = weight;
-        shared.gradient_sum[key_warp][row] = gradient;
+        shared.sums[row][key_warp] = make_float2(weight, gradient);
       }
     }
     __syncthreads();  // the sums of all warps are written
-    finish_row_sums<Shape>(p, at, shared, scores.batch_head);
-    if (p.dq.data == nullptr) return;
-    __syncthreads();  // delta and weight_scale are written
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int row = threadIdx.x % 32 / 4 + 8 * half;
-      weight_scale[half] = shared.weight_scale[row];
-      delta[half] = shared.delta[row];
+      const int row = threadIdx.x % 32 / 4 + 8 * half, query = at.first_query + row;
+      float weight = 0.f, gradient = 0.f;
+#pragma unroll
+      for (int w = 0; w < kKeyWarps; w += 2) {
+        const float4 two = *reinterpret_cast<const float4*>(&shared.sums[row][w]);
+        weight = weight + two.x + two.z;
+        gradient = gradient + two.y + two.w;
+      }
+      const bool has_keys = weight > 0.f;
+      const int64_t index = static_cast<int64_t>(at.batch_head) * at.num_tokens + query;
+      dlse[half] = has_keys && p.dlse != nullptr && query < at.num_tokens ? p.dlse[index] : 0.f;
+      weight_scale[half] = has_keys ? 1.f / weight : 1.f;
+      delta[half] = has_keys ? gradient / weight : 0.f;
+      // Added to a difference that is exactly 0 where a row has a single key. What that saves is
+      // lost in the rounding of 16-bit gradients of scores.
+      if (sizeof(typename Op::Element) == 2) {
+        delta[half] -= dlse[half];
+        dlse[half] = 0.f;
+      }
+      if (warp == 0 && threadIdx.x % 4 == 0 && query < at.num_tokens) {
+        block.row_terms[index] = {rows.lse[half], weight_scale[half], delta[half], dlse[half]};
+      }
     }
+    if (p.dq.data == nullptr) return;
   }
 }
 
+// Blocks that share a multiprocessor, bounded by registers.
 template <class Op, int kD>
+constexpr int kQueryBlocks = kD <= 64 && !Op::kSplits ? 2 : 1;
+
+template <class Op, class ProductOp, int kD>
 __global__ __launch_bounds__(
-    BlockQueryShape<Op, kD>::kThreads,
-    kD <= 64 && !Op::kSplits
-        ? 2
-        : 1) void block_query_gradients_kernel(const __grid_constant__ BlockAttentionBackwardParams
-                                                   p) {
-  using Shape = BlockQueryShape<Op, kD>;
+    BlockQueryShape<Op, ProductOp, kD>::kThreads,
+    kQueryBlocks<Op, kD>) void block_query_gradients_kernel(const __grid_constant__ BlockQueryParams
+                                                                params) {
+  using Shape = BlockQueryShape<Op, ProductOp, kD>;
   using Element = typename Op::Element;
   using Tile = typename Shape::Tile;
   extern __shared__ __align__(16) char smem[];
   auto& shared = *reinterpret_cast<typename Shape::SharedStorage*>(smem);
+  const BlockAttentionBackwardParams& p = params.attention;
   const AttentionBackwardParams& a = p.attention;
-  const QueryTile at(a.sizes);
+  if (!params.follows_kernel) wait_for_previous_kernel();
+  let_next_kernel_start();
+  const QueryTile at(p, blockIdx.x);
   const HeadScores scores(a.sizes, a.scores, at.batch, at.head, kScoreUnit<Element>);
   const int thread = threadIdx.x, warp = thread / 32;
-  const int key_warp = warp % Shape::kKeyWarps;
-  auto query_exists = [&](int row) { return at.first_query + row < at.num_tokens; };
-  auto load_heads = [&](Element* tile, const HeadsView& view) {
-    load_tile<Shape::kRows, Shape::kThreads>(
-        Tile{tile}, head_of<Element>(view, at.batch, at.head) + at.first_query * view.token_stride,
-        view.token_stride, a.sizes.head_dim, query_exists);
-  };
-  auto load_first_keys = [&] {
-    if (key_warp * Shape::kKeys >= scores.key_count) return;  // there are none, nor is one read
-    load_key_chunk<Op, kD>(a, scores, at, shared.chunks()[key_warp], key_warp,
-                           warp / Shape::kKeyWarps * 32 + thread % 32);
-  };
-  let_next_kernel_start();
+  const int key_warp = warp % Shape::kKeyWarps, column_warp = warp / Shape::kKeyWarps;
+  const int head_dim = a.sizes.head_dim;
 
   // Copies
+  auto load_heads = [&](Element* tile, const HeadsView& view) {
+    const HeadCopier<Tile, Shape::kThreads, Element> copier(view, at.batch, at.head, head_dim,
+                                                            at.num_tokens, thread);
+    copier.copy(shared_address(tile), at.first_query);
+  };
+  constexpr int kSharers = 32 * Shape::kColumnWarps;
+  auto load_keys = [&](int chunk) {
+    const int sharer = 32 * column_warp + opaque(thread % 32);
+    using KeyCopier = HeadCopier<Tile, kSharers, Element>;
+    const KeyCopier k_copier(a.k, at.batch, at.kv_head, head_dim, scores.key_count, sharer);
+    const KeyCopier v_copier(a.v, at.batch, at.kv_head, head_dim, scores.key_count, sharer);
+    auto& to = shared.chunks()[key_warp];
+    const int first_key = chunk * Shape::kKeys;
+    if (scores.key_keep == nullptr) {
+      k_copier.copy(shared_address(to.k), first_key);
+      v_copier.copy(shared_address(to.v), first_key);
+    } else {
+      auto exists = [&](int key) { return scores.key_keep[key]; };
+      k_copier.copy_rows(shared_address(to.k), first_key, exists);
+      v_copier.copy_rows(shared_address(to.v), first_key, exists);
+    }
+  };
   const int num_stages = p.w_out == nullptr ? 0 : ceil_div(p.out_width, Shape::kDepth);
-  auto load_stage = [&](int i) {
+  const int inner = a.sizes.num_heads * head_dim;
+  const bool is_deep = p.out_width % Shape::kDepth == 0;
+  const bool is_dy_whole = is_deep && at.first_query + Shape::kRows <= at.num_tokens;
+  const bool is_weight_whole = is_deep && head_dim == kD;
+  auto load_stage = [&](int i, int slot) {
     if (i < num_stages) {
-      load_dout_stage<Op, kD>(p, at, shared.scratch.stages[i % Shape::kStages], i, opaque(thread));
+      const int copying = kD > 32 ? opaque(thread) : thread;  // where registers are short
+      const StageCopier<typename Shape::DyTile, Shape::kRows, Shape::kThreads> dy_copier(
+          static_cast<const Element*>(p.dy) +
+              static_cast<int64_t>(at.batch) * at.num_tokens * p.out_width,
+          at.first_query, at.num_tokens, p.out_width, copying);
+      const DepthCopier<typename Shape::WeightTile, Shape::kDepth, Shape::kThreads> weight_copier(
+          static_cast<const Element*>(p.w_out) + at.head * head_dim, p.out_width, inner, head_dim,
+          copying);
+      auto& stage = shared.scratch.stages[slot];
+      dy_copier.copy(shared_address(stage.dy), i * Shape::kDepth, is_dy_whole);
+      weight_copier.copy(shared_address(stage.weight), i * Shape::kDepth, is_weight_whole);
     }
     commit_copies();  // also an empty group, so that counting them is counting stages
   };
-  load_heads(shared.q, a.q);
-  if (Shape::kEarlyKeys) load_first_keys();
-  wait_for_previous_kernel();  // which may have made dout
+  if (num_stages == 0) wait_for_previous_kernel();  // which may have made dout
+  load_stage(0, 0);
   if (num_stages == 0) load_heads(shared.dout, a.dout);
-  for (int i = 0; i < Shape::kStages - 1; ++i) load_stage(i);
+  load_heads(shared.q, a.q);
+  if (Shape::kEarlyKeys) load_keys(key_warp);
+#pragma unroll
+  for (int i = 1; i < Shape::kStages; ++i) load_stage(i, i);
+  wait_for_previous_kernel();
 
-  // Angles, while the copies are under way
+  // Angles and what is known of the rows, while the copies are under way
+  const QueryRows rows = load_query_rows<Element>(a, at);
   find_tile_angles<Shape::kThreads, kD>(shared.angles, p.q_rotation, at);
 
   // dout, and the first keys
-  if (num_stages > 0) project_dout<Op, kD>(p, at, shared, num_stages, load_stage);
+  if (num_stages > 0) project_dout<ProductOp, Shape>(a, at, shared, num_stages, load_stage);
   if (!Shape::kEarlyKeys) {
-    load_first_keys();
+    __syncthreads();  // the shares of dout have been read
+    load_keys(key_warp);
     commit_copies();
   }
   wait_copies<0>();
   __syncthreads();  // queries, dout and the first keys are here
 
   float dq[1][Shape::kOutTiles][4] = {};
-  walk_over_keys<Op, kD>(a, scores, at, shared, dq);
+  walk_over_keys<Op, Shape>(p, scores, at, shared, rows, load_keys, dq);
   if (a.dq.data == nullptr) return;
-  __syncthreads();  // every warp is done with its keys, whose place the parts may take
-  const int column_warp = warp / Shape::kKeyWarps;
+  if (!Shape::kEarlyKeys) __syncthreads();  // every warp is done with its keys, where parts go
   store_part<kD>(shared.scratch.parts[key_warp], dq[0], 8 * Shape::kOutTiles * column_warp,
                  thread % 32);
   __syncthreads();  // all parts are written
   constexpr int kPartFloats = sizeof(typename Shape::Part) / sizeof(float);
+  const QueryTile to(p, opaque(blockIdx.x));  // worked out again instead of kept in registers
   store_turned_back<Shape::kThreads, kD, Shape::kKeyWarps, kPartFloats>(
-      static_cast<Element*>(a.dq.data) + offset_in(a.dq, at.batch, at.first_query, at.head),
-      a.dq.token_stride, shared.scratch.parts[0][0], a.scores.scale, a.sizes.head_dim,
-      &p.q_rotation, shared.angles, at);
-}
-
-template <class Op, int kD>
-void launch_block_queries(const BlockAttentionBackwardParams& p, bool is_chained,
-                          cudaStream_t stream) {
-  using Shape = BlockQueryShape<Op, kD>;
-  const AttentionSizes& sizes = p.attention.sizes;
-  const int64_t blocks = static_cast<int64_t>(ceil_div(sizes.num_queries, Shape::kRows)) *
-                         sizes.num_heads * sizes.batch;
-  const auto launch_it = is_chained ? launch_chained<BlockAttentionBackwardParams>
-                                    : launch<BlockAttentionBackwardParams>;
-  launch_it(block_query_gradients_kernel<Op, kD>, "block_query_gradients", blocks, Shape::kThreads,
-            sizeof(typename Shape::SharedStorage), stream, p);
+      static_cast<Element*>(a.dq.data) + offset_in(a.dq, to.batch, to.first_query, to.head),
+      a.dq.token_stride, shared.scratch.parts[0][0], a.scores.scale, head_dim, &p.q_rotation,
+      shared.angles, to);
 }
 
 }  // namespace frx

@@ -22,8 +22,8 @@ __device__ __forceinline__ void let_next_kernel_start() {
 #endif
 }
 
-// Whether the code that runs here was compiled with the waiting in it: PTX of an older architecture
-// that the driver translated for this GPU was not.
+// Whether the code that runs here was compiled with the waiting, and with clusters, in it: PTX of
+// an older architecture that the driver translated for this GPU was not.
 template <class Params>
 bool waits_for_previous_kernel(void (*kernel)(Params), const char* name) {
   constexpr int kFirstDriver = 12030;  // older ones do not capture such a launch in a graph
@@ -35,25 +35,29 @@ bool waits_for_previous_kernel(void (*kernel)(Params), const char* name) {
   return attributes.ptxVersion >= 90;
 }
 
-// The kernel before it in the stream must be one of ours, launched by the same call.
+// The first kernel of a call waits for whatever precedes it in the stream. cluster: how many
+// neighbouring blocks share a cluster; more than one only where waits_for_previous_kernel().
 template <class Params>
 void launch_chained(void (*kernel)(Params), const char* name, int64_t blocks, int threads,
-                    size_t smem_bytes, cudaStream_t stream, const Params& params) {
+                    size_t smem_bytes, cudaStream_t stream, const Params& params, int cluster = 1) {
   if (blocks == 0 || blocks > INT32_MAX || !waits_for_previous_kernel(kernel, name)) {
     return launch(kernel, name, blocks, threads, smem_bytes, stream, params);
   }
   allow_smem(kernel, name, smem_bytes);
   prefer_shared_memory(kernel, name);
-  cudaLaunchAttribute overlap;
-  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  overlap.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchAttribute attributes[2];
+  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[0].val.programmaticStreamSerializationAllowed = 1;
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim.x = cluster;
+  attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(static_cast<unsigned>(blocks));
   config.blockDim = dim3(threads);
   config.dynamicSmemBytes = smem_bytes;
   config.stream = stream;
-  config.attrs = &overlap;
-  config.numAttrs = 1;
+  config.attrs = attributes;
+  config.numAttrs = cluster > 1 ? 2 : 1;
   check_cuda(cudaLaunchKernelEx(&config, kernel, params), name);
 }
 

@@ -1,15 +1,19 @@
-// A group of independent products in one launch, for problems so small that each alone would leave
-// most of the GPU idle.
+// A group of independent products, for problems so small that each alone would leave most of the
+// GPU idle.
 //
-// A block computes a tile of 32 x 64: two warps along the columns, and four that share the depth
-// and meet in shared memory in fp32. The right operand's rows are always the depth; the left's are
-// the result's rows (dx = dz w) or the depth as well (dw = dz^T x).
+// A block computes a tile of 32 x 32: its warps share the depth and meet in shared memory in fp32.
+// The right operand's rows are always the depth; the left's are the result's rows (dx = dz w) or
+// the depth as well (dw = dz^T x). Right operands are arguments of the block, and are fetched while
+// the kernel that makes the left ones still runs.
 #pragma once
+
+#include <type_traits>
 
 #include "block_backward_params.h"
 #include "chained_launch.cuh"
-#include "launch.h"
 #include "mma.cuh"
+#include "projection_tile.cuh"  // defines: StageCopier
+#include "row_copier.cuh"
 #include "storage.cuh"
 #include "tile.cuh"
 
@@ -41,20 +45,71 @@ struct DepthTile : SmemTile<Element, kColumns> {
   }
 };
 
-// Starts the copy of kRows rows of a matrix into a tile. Rows for which row_exists(row) is false
-// and columns at and beyond num_columns become zeros.
-template <int kRows, int kThreads, class Tile, class Element, class RowExists>
-__device__ __forceinline__ void load_rows(Tile tile, const Element* source, int64_t row_stride,
-                                          int num_columns, RowExists row_exists, int thread) {
-  constexpr int kChunks = Tile::kChunks, kChunkElements = Tile::kChunkElements;
-#pragma unroll
-  for (int i = thread; i < kRows * kChunks; i += kThreads) {
-    const int row = i / kChunks, chunk = i % kChunks;
-    const bool exists = chunk * kChunkElements < num_columns && row_exists(row);
-    copy_async_16(tile.address(row, chunk),
-                  exists ? source + row * row_stride + chunk * kChunkElements : source, exists);
-  }
+__device__ __forceinline__ uint32_t shared_address(const void* p) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
+
+// Copies stages of kRows rows of a [depth, columns] matrix, as wide as the tile, to shared memory.
+template <class Tile, int kRows, int kThreads>
+class DepthCopier {
+ public:
+  template <class Element>
+  __device__ __forceinline__ DepthCopier(const Element* matrix, int depth, int columns,
+                                         int columns_left, int thread)
+      : copier_(thread),
+        // Rows of the matrix below this thread's first: none where its columns do not exist.
+        rows_left_(copier_.column() < columns_left ? depth - copier_.row() : 0),
+        row_bytes_(columns * static_cast<int>(sizeof(Element))),
+        source_(reinterpret_cast<const char*>(matrix + copier_.column()) +
+                static_cast<int64_t>(copier_.row()) * row_bytes_) {
+    static_assert(Copier::kRowStep % 8 == 0, "a thread's rows are swizzled alike");
+  }
+
+  // The stage that starts `start` rows down the matrix. is_whole: all of it exists.
+  __device__ __forceinline__ void copy(uint32_t tile, int start, bool is_whole) const {
+    if (is_whole) return copier_.copy(tile, source_at(start), step_bytes());
+    copy_rows(tile, start, [](int) { return true; });
+  }
+
+  // The same without rows of the matrix for which exists(row) is false: they become zeros.
+  template <class Exists>
+  __device__ __forceinline__ void copy_rows(uint32_t tile, int start, Exists exists) const {
+    const int first = copier_.row(), rows_left = rows_left_ - start;
+    copier_.copy(tile, source_at(start), step_bytes(),
+                 [&](int row) { return row - first < rows_left && exists(start + row); });
+  }
+
+ private:
+  using Copier = RowCopier<Tile, kRows, kThreads>;
+  __device__ __forceinline__ const char* source_at(int start) const {
+    return source_ + static_cast<int64_t>(start) * row_bytes_;
+  }
+  __device__ __forceinline__ int64_t step_bytes() const {
+    return static_cast<int64_t>(row_bytes_) * Copier::kRowStep;
+  }
+
+  Copier copier_;
+  int rows_left_, row_bytes_;
+  const char* source_;
+};
+
+// Bf16x6Op with a single sum: both of a step start from zero and are added to it together, which
+// takes half the registers and one addition more.
+struct StagedBf16x6Op : Bf16x6Op {
+  static constexpr int kSums = 4;
+
+  static __device__ __forceinline__ void multiply_add(float (&c)[kSums], const A& a, const B& b) {
+    float leading[4] = {0.f, 0.f, 0.f, 0.f}, rest[4] = {0.f, 0.f, 0.f, 0.f};
+    multiply(leading, a, 0, b, 0);
+#pragma unroll
+    for (int order = 2; order > 0; --order) {  // the smallest first
+#pragma unroll
+      for (int i = 0; i <= order; ++i) multiply(rest, a, i, b, order - i);
+    }
+#pragma unroll
+    for (int i = 0; i < kSums; ++i) c[i] += leading[i] + rest[i];
+  }
+};
 
 // Fragments out of tiles whose rows are the depth, in the depth order of Op::load_a.
 template <class Op, class Tile>
@@ -63,12 +118,22 @@ __device__ __forceinline__ void load_right(typename Op::B (&b)[2], Tile tile, in
   if constexpr (sizeof(typename Op::Element) == 2) {
     Op::load_b_transposed(b, tile, k_step, column, lane);
   } else {
-    const int row = 8 * k_step + lane % 4;
+    constexpr int kHalves = Op::kK / 8;
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        b[n].r[i] = load_shared_word(tile.element_address(row + 4 * i, column + 8 * n + lane / 4));
+      for (int half = 0; half < kHalves; ++half) {
+        const int row = Op::kK * k_step + 8 * half + lane % 4, at = column + 8 * n + lane / 4;
+        const uint32_t first = load_shared_word(tile.element_address(row, at));
+        const uint32_t second = load_shared_word(tile.element_address(row + 4, at));
+        if constexpr (std::is_base_of_v<Bf16x6Op, Op>) {
+          uint32_t parts[3];
+          Op::split(parts, first, second);
+#pragma unroll
+          for (int i = 0; i < 3; ++i) b[n].parts[i][half] = parts[i];
+        } else {
+          b[n] = {{first, second}};
+        }
       }
     }
   }
@@ -83,26 +148,44 @@ __device__ __forceinline__ typename Op::A load_left_transposed(Tile tile, int ro
                       tile.address(16 * k_step + lane % 8 + lane / 16 * 8, row / 8 + lane / 8 % 2));
     return a;
   } else {
-    const int depth = 8 * k_step + lane % 4;
-    uint32_t r[4];
+    typename Op::A a;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      r[i] = load_shared_word(tile.element_address(depth + i / 2 * 4, row + i % 2 * 8 + lane / 4));
+    for (int half = 0; half < Op::kK / 8; ++half) {
+      const int depth = Op::kK * k_step + 8 * half + lane % 4;
+      uint32_t r[4];  // rows g and g + 8 at depth t, then at t + 4
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        r[i] =
+            load_shared_word(tile.element_address(depth + i / 2 * 4, row + i % 2 * 8 + lane / 4));
+      }
+      if constexpr (std::is_base_of_v<Bf16x6Op, Op>) {
+#pragma unroll
+        for (int low = 0; low < 2; ++low) {
+          uint32_t parts[3];
+          Op::split(parts, r[low], r[2 + low]);
+#pragma unroll
+          for (int i = 0; i < 3; ++i) a.parts[i][2 * half + low] = parts[i];
+        }
+      } else {
+        a = Op::prepare(r);
+      }
     }
-    return Op::prepare(r);
+    return a;
   }
 }
 
-template <class Op>
+template <class Operator, int kWarps>
 struct GemmShape {
+  using Op = Operator;
   using Element = typename Op::Element;
-  static constexpr int kThreads = 256;
+  static constexpr int kThreads = 32 * kWarps;
   static constexpr int kM = kGemmTileRows, kN = kGemmTileColumns;
-  static constexpr int kColumnWarps = kN / 32;
-  static constexpr int kDepthWarps = kThreads / 32 / kColumnWarps;
-  static constexpr int kSteps = 2;  // of a warp, a stage
-  static constexpr int kDepth = kDepthWarps * kSteps * Op::kK;
-  static constexpr int kStages = 4;
+  static constexpr int kDepthWarps = kWarps;
+  static constexpr int kLine = 256 / sizeof(Element);
+  static constexpr int kDepth = kLine > kWarps* Op::kK ? kLine : kWarps * Op::kK;
+  static constexpr int kSteps = kDepth / kDepthWarps / Op::kK;  // of a warp, a stage
+  static constexpr int kStages = 3;
+  static_assert(kN == 32, "a warp has all columns");
   using LeftTile = SmemTile<Element, kDepth>;
   using LeftTransposedTile = DepthTile<Element, kM>;
   using RightTile = DepthTile<Element, kN>;
@@ -113,79 +196,50 @@ struct GemmShape {
     alignas(16) Element right[kDepth * kN];
   };
   struct Sums {
-    float share[kDepthWarps][kM][kSumStride];
+    alignas(16) float share[kDepthWarps][kM][kSumStride];
     float left[kThreads / kM][kM];
   };
   union SharedStorage {
     Stage stages[kStages];
     Sums sums;
   };
-  static_assert(sizeof(SharedStorage) <= 96 * 1024, "every GPU since sm_80 has it");
-};
-
-// The stages of a task: those of its first term, then those of its second.
-template <int kDepth>
-struct GemmSlice {
-  const GemmTerm& term;
-  int start;  // in the depth
-
-  static __device__ __forceinline__ int count(const GemmTask& p, int term) {
-    return term < p.num_terms ? ceil_div(p.terms[term].depth, kDepth) : 0;
-  }
-  static __device__ __forceinline__ GemmSlice at(const GemmTask& p, int stage) {
-    const int first_stages = count(p, 0);
-    if (stage < first_stages) return {p.terms[0], stage * kDepth};
-    return {p.terms[1], (stage - first_stages) * kDepth};
-  }
+  // As many blocks a Hopper multiprocessor as registers allow
+  static_assert(sizeof(SharedStorage) <= 12 * 1024 * kWarps, "16 warps a multiprocessor");
 };
 
 // Whether a token's row of the right operand may be read.
 __device__ __forceinline__ bool token_exists(const GemmTask& p, int row) {
-  if (p.kv_lengths == nullptr && p.key_keep == nullptr) return true;
-  const int batch = row / p.tokens, token = row - batch * p.tokens;
-  return token < key_count(p.kv_lengths, batch, p.tokens) &&
+  const int batch = quotient(row, p.tokens), token = row - batch * p.tokens.value;
+  return token < key_count(p.kv_lengths, batch, p.tokens.value) &&
          (p.key_keep == nullptr || p.key_keep[row]);
 }
 
-template <class Op, bool kTransposed>
-__device__ __forceinline__ void load_gemm_stage(const GemmTask& p, int stage,
-                                                typename GemmShape<Op>::Stage& shared,
-                                                int first_row, int first_column, int thread) {
-  using Shape = GemmShape<Op>;
-  using Element = typename Op::Element;
-  const auto slice = GemmSlice<Shape::kDepth>::at(p, stage);
-  const int depth = slice.term.depth, start = slice.start;
-  const Element* left = static_cast<const Element*>(slice.term.left);
-  const Element* right = static_cast<const Element*>(slice.term.right);
-  auto depth_exists = [&](int row) { return start + row < depth; };
+// Copies stages of a task's left operand.
+template <class Shape, bool kTransposed>
+using LeftCopier = std::conditional_t<
+    kTransposed, DepthCopier<typename Shape::LeftTransposedTile, Shape::kDepth, Shape::kThreads>,
+    StageCopier<typename Shape::LeftTile, Shape::kM, Shape::kThreads>>;
+
+template <class Shape, bool kTransposed>
+__device__ __forceinline__ LeftCopier<Shape, kTransposed> make_left_copier(
+    const GemmTask& p, const typename Shape::Element* left, int first_row, int thread) {
   if constexpr (kTransposed) {
-    load_rows<Shape::kDepth, Shape::kThreads>(
-        typename Shape::LeftTransposedTile{{shared.left}},
-        left + static_cast<int64_t>(start) * p.rows + first_row, p.rows, p.rows - first_row,
-        depth_exists, thread);
+    return {left + first_row, p.depth, p.rows, p.rows - first_row, thread};
   } else {
-    load_rows<Shape::kM, Shape::kThreads>(
-        typename Shape::LeftTile{shared.left},
-        left + static_cast<int64_t>(first_row) * depth + start, depth, depth - start,
-        [&](int row) { return first_row + row < p.rows; }, thread);
+    return {left, first_row, p.rows, p.depth, thread};
   }
-  if (p.columns == 0) return;  // only sums of the left operand are wanted
-  load_rows<Shape::kDepth, Shape::kThreads>(
-      typename Shape::RightTile{{shared.right}},
-      right + static_cast<int64_t>(start) * p.columns + first_column, p.columns,
-      p.columns - first_column,
-      [&](int row) { return depth_exists(row) && token_exists(p, start + row); }, thread);
 }
 
 // c += this warp's share of a stage.
-template <class Op, bool kTransposed>
+template <class Shape, bool kTransposed>
 __device__ __forceinline__ void multiply_gemm_stage(float (&c)[2][4][4],
-                                                    typename GemmShape<Op>::Stage& shared,
-                                                    int warp_column, int first_step, int lane) {
-  using Shape = GemmShape<Op>;
+                                                    typename Shape::Stage& shared, int share,
+                                                    int lane) {
+  using Op = typename Shape::Op;
   const typename Shape::RightTile right{{shared.right}};
 #pragma unroll(Op::kSplits ? 1 : Shape::kSteps)
-  for (int k = first_step; k < first_step + Shape::kSteps; ++k) {
+  for (int step = 0; step < Shape::kSteps; ++step) {
+    const int k = share * Shape::kSteps + step;
     typename Op::A a[2];
 #pragma unroll
     for (int m = 0; m < 2; ++m) {
@@ -199,7 +253,7 @@ __device__ __forceinline__ void multiply_gemm_stage(float (&c)[2][4][4],
 #pragma unroll
     for (int n = 0; n < 4; n += 2) {
       typename Op::B b[2];
-      load_right<Op>(b, right, k, warp_column + 8 * n, lane);
+      load_right<Op>(b, right, k, 8 * n, lane);
 #pragma unroll
       for (int m = 0; m < 2; ++m) {
         Op::multiply_add(c[m][n], a[m], b[0]);
@@ -210,27 +264,31 @@ __device__ __forceinline__ void multiply_gemm_stage(float (&c)[2][4][4],
 }
 
 // Adds up the shares of the depth in a fixed order, rounds once and stores.
-template <class Op>
+template <class Shape>
 __device__ __forceinline__ void finish_gemm_tile(const GemmTask& p,
-                                                 const typename GemmShape<Op>::Sums& sums,
-                                                 int first_row, int first_column, bool sum_left,
-                                                 int thread) {
-  using Shape = GemmShape<Op>;
-  using Element = typename Op::Element;
-  const int local_column = thread % (Shape::kN / 2) * 2, column = first_column + local_column;
-  constexpr int kRowStep = Shape::kThreads / (Shape::kN / 2);
+                                                 const typename Shape::Sums& sums, int first_row,
+                                                 int first_column, bool sum_left, int thread) {
+  using Element = typename Shape::Element;
+  constexpr int kCount = 4;  // columns a thread has: widths are multiples of 8
+  constexpr int kRowStep = Shape::kThreads / (Shape::kN / kCount);
+  const int first = thread / (Shape::kN / kCount);
+  const int local_column = thread % (Shape::kN / kCount) * kCount;
+  Element* out = static_cast<Element*>(p.out) +
+                 static_cast<int64_t>(first_row + first) * p.columns + first_column + local_column;
 #pragma unroll
-  for (int row = thread / (Shape::kN / 2); row < Shape::kM; row += kRowStep) {
-    if (column >= p.columns || first_row + row >= p.rows) break;
-    float x = 0.f, y = 0.f;
+  for (int i = 0; i < Shape::kM / kRowStep; ++i) {
+    const int row = first + i * kRowStep;
+    if (first_column + local_column >= p.columns || first_row + row >= p.rows) break;
+    float sum[kCount] = {};
 #pragma unroll
     for (int share = 0; share < Shape::kDepthWarps; ++share) {
-      x += sums.share[share][row][local_column];
-      y += sums.share[share][row][local_column + 1];
+      const float4 part = *reinterpret_cast<const float4*>(&sums.share[share][row][local_column]);
+      sum[0] += part.x;
+      sum[1] += part.y;
+      sum[2] += part.z;
+      sum[3] += part.w;
     }
-    store2(
-        static_cast<Element*>(p.out) + static_cast<int64_t>(first_row + row) * p.columns + column,
-        x, y);
+    Storage<Element>::store(out, DType(), static_cast<int64_t>(i * kRowStep) * p.columns, sum);
   }
   if (sum_left && thread < Shape::kM && first_row + thread < p.rows) {
     float sum = 0.f;
@@ -240,89 +298,146 @@ __device__ __forceinline__ void finish_gemm_tile(const GemmTask& p,
   }
 }
 
-template <class Op, bool kTransposed>
+template <class Shape>
+__device__ __forceinline__ void store_gemm_share(typename Shape::Sums& sums,
+                                                 const float (&c)[2][4][4], int share, int lane) {
+#pragma unroll
+  for (int m = 0; m < 2; ++m) {
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+      const float (&sum)[4] = c[m][n];
+      const int row = 16 * m + lane / 4, column = 8 * n + 2 * (lane % 4);
+      store2(&sums.share[share][row][column], sum[0], sum[1]);
+      store2(&sums.share[share][row + 8][column], sum[2], sum[3]);
+    }
+  }
+}
+
+template <class Shape, bool kTransposed>
 __device__ __forceinline__ void multiply_gemm_tile(const GemmTask& p, int first_row,
                                                    int first_column,
-                                                   typename GemmShape<Op>::SharedStorage& shared) {
-  using Shape = GemmShape<Op>;
-  const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
-  const int warp_column = warp % Shape::kColumnWarps * 32, share = warp / Shape::kColumnWarps;
-  const int num_stages =
-      GemmSlice<Shape::kDepth>::count(p, 0) + GemmSlice<Shape::kDepth>::count(p, 1);
-  auto load = [&](int i) {
+                                                   typename Shape::SharedStorage& shared) {
+  using Op = typename Shape::Op;
+  using Element = typename Op::Element;
+  using RightTile = typename Shape::RightTile;
+  constexpr int kDepth = Shape::kDepth, kStages = Shape::kStages;
+  const int thread = threadIdx.x, lane = thread % 32, share = thread / 32;
+  // The stages of the first term, then those of the second.
+  const int term_stages = ceil_div(p.depth, kDepth), num_stages = p.num_terms * term_stages;
+  const bool is_deep = p.depth % kDepth == 0, has_right = p.columns > 0;
+  const bool removes_tokens = p.kv_lengths != nullptr || p.key_keep != nullptr;
+  const bool is_left_whole = is_deep && first_row + Shape::kM <= p.rows;
+  const bool is_right_whole = is_deep && first_column + Shape::kN <= p.columns;
+  // Where registers are short, what copies need is worked out for each anew.
+  auto copying_thread = [&] { return Op::kSplits ? opaque(thread) : thread; };
+  auto load_right_stage = [&](int i, int slot) {
+    if (i >= num_stages || !has_right) return;
+    const int term = i >= term_stages, start = (i - term * term_stages) * kDepth;
+    const DepthCopier<RightTile, kDepth, Shape::kThreads> copier(
+        static_cast<const Element*>(p.terms[term].right) + first_column, p.depth, p.columns,
+        p.columns - first_column, copying_thread());
+    const uint32_t tile = shared_address(shared.stages[slot].right);
+    if (removes_tokens) {
+      copier.copy_rows(tile, start, [&](int row) { return token_exists(p, row); });
+    } else {
+      copier.copy(tile, start, is_right_whole);
+    }
+  };
+  auto load_left_stage = [&](int i, int slot) {
     if (i < num_stages) {
-      load_gemm_stage<Op, kTransposed>(p, i, shared.stages[i % Shape::kStages], first_row,
-                                       first_column, opaque(thread));
+      const int term = i >= term_stages, start = (i - term * term_stages) * kDepth;
+      const auto copier = make_left_copier<Shape, kTransposed>(
+          p, static_cast<const Element*>(p.terms[term].left), first_row, copying_thread());
+      copier.copy(shared_address(shared.stages[slot].left), start, is_left_whole);
     }
     commit_copies();  // also an empty group, so that counting them is counting stages
   };
-  for (int i = 0; i < Shape::kStages - 1; ++i) load(i);
+  // Complete with the first stage of the left operand
+#pragma unroll 1
+  for (int i = 0; i < kStages; ++i) load_right_stage(i, i);
+  wait_for_previous_kernel();
+#pragma unroll 1
+  for (int i = 0; i < kStages; ++i) load_left_stage(i, i);
 
   // One column of tiles also sums the left operand: a thread every kRowParts-th row of a column.
   constexpr int kRowParts = Shape::kThreads / Shape::kM;
   const bool sum_left = kTransposed && p.left_sums != nullptr && first_column == 0;
   float c[2][4][4] = {}, left_sum = 0.f;
+  int slot = 0;
 #pragma unroll 1
   for (int i = 0; i < num_stages; ++i) {
-    wait_copies<Shape::kStages - 2>();
-    __syncthreads();  // stage i is here, and every warp is done with stage i - 1
-    load(i + Shape::kStages - 1);
-    auto& stage = shared.stages[i % Shape::kStages];
-    multiply_gemm_stage<Op, kTransposed>(c, stage, warp_column, share * Shape::kSteps, lane);
+    wait_copies<kStages - 1>();
+    __syncthreads();  // stage i is here
+    auto& stage = shared.stages[slot];
+    multiply_gemm_stage<Shape, kTransposed>(c, stage, share, lane);
     if (sum_left) {
       const typename Shape::LeftTransposedTile left{{stage.left}};
-      float sum = 0.f;  // of this stage: shorter chains round less
+      float sum[4] = {};  // of this stage: short chains, which round little
+#pragma unroll 1
+      for (int row = 0; row < kDepth; row += 4 * kRowParts) {
 #pragma unroll
-      for (int row = 0; row < Shape::kDepth; row += kRowParts) {
-        sum += left.value(row + thread / Shape::kM, thread % Shape::kM);
+        for (int k = 0; k < 4; ++k) {
+          sum[k] += left.value(row + k * kRowParts + thread / Shape::kM, thread % Shape::kM);
+        }
       }
-      left_sum += sum;
+      left_sum += (sum[0] + sum[1]) + (sum[2] + sum[3]);
     }
+    if (i + kStages < num_stages) {
+      __syncthreads();  // every warp is done with this stage
+      load_right_stage(i + kStages, slot);
+    }
+    load_left_stage(i + kStages, slot);
+    slot = slot + 1 < kStages ? slot + 1 : 0;
   }
 
   // Every share of the depth to shared memory, in place of the stages
-  wait_copies<0>();
   __syncthreads();  // every warp is done with the last stage
   auto& sums = shared.sums;
-#pragma unroll
-  for (int m = 0; m < 2; ++m) {
-#pragma unroll
-    for (int n = 0; n < 4; ++n) {
-      const int row = 16 * m + lane / 4, column = warp_column + 8 * n + 2 * (lane % 4);
-      store2(&sums.share[share][row][column], c[m][n][0], c[m][n][1]);
-      store2(&sums.share[share][row + 8][column], c[m][n][2], c[m][n][3]);
-    }
-  }
+  store_gemm_share<Shape>(sums, c, share, lane);
   if (sum_left) sums.left[thread / Shape::kM][thread % Shape::kM] = left_sum;
   __syncthreads();  // all shares are written
-  finish_gemm_tile<Op>(p, sums, first_row, first_column, sum_left, thread);
+  finish_gemm_tile<Shape>(p, sums, first_row, first_column, sum_left, thread);
 }
 
-template <class Op>
-__global__ __launch_bounds__(GemmShape<Op>::kThreads,
-                             2) void grouped_gemm_kernel(const __grid_constant__ GemmGroup group) {
-  extern __shared__ __align__(16) char smem[];
-  auto& shared = *reinterpret_cast<typename GemmShape<Op>::SharedStorage*>(smem);
-  let_next_kernel_start();
-  wait_for_previous_kernel();
-  int tile = blockIdx.x;
-#pragma unroll 1
-  for (int i = 0; i < group.count; ++i) {
-    const GemmTask& p = group.tasks[i];
-    const int column_tiles = gemm_column_tiles(p), tiles = gemm_row_tiles(p) * column_tiles;
-    if (tile >= tiles) {
-      tile -= tiles;
-      continue;
-    }
-    const int first_row = tile / column_tiles * kGemmTileRows;
-    const int first_column = tile % column_tiles * kGemmTileColumns;
-    if (p.left_transposed) {
-      multiply_gemm_tile<Op, true>(p, first_row, first_column, shared);
-    } else {
-      multiply_gemm_tile<Op, false>(p, first_row, first_column, shared);
-    }
-    return;
+// One tile of a group, counted over all of its products, by a whole block.
+template <class Shape>
+__device__ __forceinline__ void multiply_group_tile(const GemmGroup& group, int tile, char* smem) {
+  auto& shared = *reinterpret_cast<typename Shape::SharedStorage*>(smem);
+  int member = 0;
+  while (tile >= group.tiles[member]) tile -= group.tiles[member++];
+  const GemmTask& p = group.tasks[member];
+  const int row_tile = quotient(tile, p.column_tiles);
+  const int first_row = row_tile * kGemmTileRows;
+  const int first_column = (tile - row_tile * p.column_tiles.value) * kGemmTileColumns;
+  if (p.left_transposed) {
+    multiply_gemm_tile<Shape, true>(p, first_row, first_column, shared);
+  } else {
+    multiply_gemm_tile<Shape, false>(p, first_row, first_column, shared);
   }
+}
+
+// Where products have a launch of their own, a block has eight warps: there are few tiles, and the
+// products of a small block are bound by how long a warp takes.
+template <class Op>
+using WideGemmShape = GemmShape<Op, 8>;
+
+// Blocks that share a multiprocessor, bounded by registers, of which split operands take more
+// before Hopper.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+template <class Op>
+constexpr int kGemmBlocks = Op::kSplits ? 1 : 2;
+#else
+template <class Op>
+constexpr int kGemmBlocks = 2;
+#endif
+
+template <class Op>
+__global__ __launch_bounds__(WideGemmShape<Op>::kThreads, kGemmBlocks<Op>) void grouped_gemm_kernel(
+    const __grid_constant__ BlockProductParams p) {
+  extern __shared__ __align__(16) char smem[];
+  if (!p.follows_kernel) wait_for_previous_kernel();
+  let_next_kernel_start();
+  multiply_group_tile<WideGemmShape<Op>>(p.group, blockIdx.x, smem);
 }
 
 }  // namespace frx

@@ -236,10 +236,10 @@ struct Tf32Op {
 };
 
 // fp32 operands as sums of three bf16 numbers, which hold all 24 bits, and the six largest of their
-// nine products. The tensor core cuts off what its sum cannot hold, always towards zero: over many
-// steps a bias as large as all rounding together. Here it has nothing to cut: products of leading
-// parts have 16 bits, accumulate from zero in each step, and are added in fp32; what the other five
-// lose is 2^-8 of that. Loads operands from tiles only.
+// nine products. Sums in a tensor core show a bias towards zero, as if it cut off what they cannot
+// hold: over many steps as large as all rounding together. Here it has nothing to cut: products of
+// leading parts have 16 bits, accumulate from zero in each step, and are added in fp32; what the
+// other five lose is 2^-8 of that. Loads operands from tiles only.
 struct Bf16x6Op {
   using Element = float;
   static constexpr int kK = 16, kSums = 8;  // of leading parts, then of all others

@@ -6,6 +6,7 @@
 // of the depth meet in shared memory, in fp32, where a thread finds both members of a pair.
 #pragma once
 
+#include "block_cluster.cuh"
 #include "block_params.h"
 #include "chained_launch.cuh"
 #include "mma.cuh"
@@ -47,12 +48,16 @@ struct ProjectionShape {
   static constexpr int kSumStride = kN + 8;
   static constexpr int kSumElements = kM * kSumStride;
   static constexpr int kSumBytes = kDepthWarps * kSumElements * static_cast<int>(sizeof(float));
-  static constexpr int kSmemBytes =
-      kStages * kStageBytes > kSumBytes ? kStages * kStageBytes : kSumBytes;
 
   // The pairs of one thread: one pair of columns in every kRowStep-th row.
   static constexpr int kRowStep = kBlockThreads / (kN / 2);
   static constexpr int kRowsAThread = (kM + kRowStep - 1) / kRowStep;
+
+  // Behind the sums lie those of the block, for another block of its cluster.
+  static constexpr int kExchangeBytes = kRowsAThread * kBlockThreads * sizeof(float2);
+  static constexpr int kFinalBytes = kSumBytes + kExchangeBytes;
+  static constexpr int kSmemBytes =
+      kStages * kStageBytes > kFinalBytes ? kStages * kStageBytes : kFinalBytes;
   static_assert(kSmemBytes <= 96 * 1024, "what every GPU since sm_80 gives a block");
   static_assert(kM % kRowStep == 0, "every thread has as many pairs");
 };
@@ -125,8 +130,14 @@ __device__ __forceinline__ void find_angles(CosSin (&angles)[kCount], const Proj
   }
 }
 
+// One block's share of the depth of a tile, where 2^log2_splits blocks of a cluster have one each.
+struct DepthShare {
+  int rank;
+  int log2_splits;
+};
+
 // Copies stages of kRows rows of a [rows, depth] matrix to shared memory.
-template <class Tile, int kRows>
+template <class Tile, int kRows, int kThreads = kBlockThreads>
 class StageCopier {
  public:
   template <class Element>
@@ -152,7 +163,7 @@ class StageCopier {
   }
 
  private:
-  using Copier = RowCopier<Tile, kRows, kBlockThreads>;
+  using Copier = RowCopier<Tile, kRows, kThreads>;
   Copier copier_;
   int depth_left_, rows_left_;
   int64_t step_bytes_;
@@ -192,19 +203,47 @@ __device__ __forceinline__ Pair bias_of(const ProjectionParams& p, const ColumnP
   return {to_float(bias[columns.first]), to_float(bias[columns.second])};
 }
 
+// Where several blocks share the depth: the first one adds up what all have. The others give
+// theirs.
+template <int kCount>
+__device__ __forceinline__ void gather_depth(Pair (&values)[kCount], char* exchange,
+                                             const DepthShare& depth) {
+  float2* mine = reinterpret_cast<float2*>(exchange) + threadIdx.x;
+  if (depth.rank > 0) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      mine[i * kBlockThreads] = make_float2(values[i].first, values[i].second);
+    }
+  }
+  sync_cluster();
+  if (depth.rank == 0) {
+#pragma unroll 1
+    for (int peer = 1; peer < 1 << depth.log2_splits; ++peer) {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        const float2 more = load_from_peer(mine + i * kBlockThreads, peer);
+        values[i].first += more.x;
+        values[i].second += more.y;
+      }
+    }
+  }
+  sync_cluster();
+}
+
 // Sums the shares of the depth, adds the bias, rotates, rounds once and stores.
 template <class Shape, int kCount>
-__device__ __forceinline__ void finish_tile(const ProjectionParams& p, const float* sums,
+__device__ __forceinline__ void finish_tile(const ProjectionParams& p, char* smem,
                                             const ColumnPair& columns, Pair bias,
                                             const CosSin (&angles)[kCount], int first_row,
-                                            int first_column, int thread_row) {
+                                            int first_column, int thread_row,
+                                            const DepthShare& depth) {
   using Element = typename Shape::Element;
-  if (columns.first >= p.columns) return;
+  const float* sums = reinterpret_cast<const float*>(smem);
   const bool adjacent = columns.second == columns.first + 1;
   Pair values[kCount];
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
-    values[i] = bias;
+    values[i] = depth.rank == 0 ? bias : Pair{0.f, 0.f};
 #pragma unroll
     for (int share = 0; share < Shape::kDepthWarps; ++share) {
       const float* row = sums + share * Shape::kSumElements - first_column +
@@ -215,6 +254,8 @@ __device__ __forceinline__ void finish_tile(const ProjectionParams& p, const flo
       values[i].second += both.y;
     }
   }
+  if (depth.log2_splits > 0) gather_depth(values, smem + Shape::kSumBytes, depth);
+  if (depth.rank > 0 || columns.first >= p.columns) return;
   if (columns.pair >= 0 && p.rotation.full_width) {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
@@ -243,7 +284,8 @@ __device__ __forceinline__ void finish_tile(const ProjectionParams& p, const flo
 
 template <class Op, class Shape>
 __device__ __forceinline__ void project_tile(const ProjectionParams& p, bool follows_kernel,
-                                             int first_row, int first_column, char* smem) {
+                                             int first_row, int first_column,
+                                             const DepthShare& depth, char* smem) {
   using Element = typename Op::Element;
   using Tile = typename Shape::Tile;
   constexpr int kMT = Shape::kMT, kStages = Shape::kStages;
@@ -256,16 +298,20 @@ __device__ __forceinline__ void project_tile(const ProjectionParams& p, bool fol
                                               p.depth, thread);
   const StageCopier<Tile, Shape::kN> weight_copier(static_cast<const Element*>(p.weight),
                                                    first_column, p.columns, p.depth, thread);
-  const int num_stages = ceil_div(p.depth, Shape::kDepth);
+  const int all_stages = ceil_div(p.depth, Shape::kDepth);
+  const int begin = (all_stages * depth.rank) >> depth.log2_splits;
+  const int num_stages = ((all_stages * (depth.rank + 1)) >> depth.log2_splits) - begin;
   const bool is_whole = p.depth % Shape::kDepth == 0 && first_row + Shape::kM <= p.rows &&
                         first_column + Shape::kN <= p.columns;
   auto load_x = [&](int i, int slot) {
-    if (i < num_stages) x_copier.copy(x_tile(slot).address(0, 0), i * Shape::kDepth, is_whole);
+    if (i < num_stages) {
+      x_copier.copy(x_tile(slot).address(0, 0), (begin + i) * Shape::kDepth, is_whole);
+    }
     commit_copies();  // also an empty group, so that counting them is counting stages
   };
   auto load_weight = [&](int i, int slot) {
     if (i >= num_stages) return;
-    weight_copier.copy(weight_tile(slot).address(0, 0), i * Shape::kDepth, is_whole);
+    weight_copier.copy(weight_tile(slot).address(0, 0), (begin + i) * Shape::kDepth, is_whole);
   };
   // Complete with the first stage of x
 #pragma unroll
@@ -319,7 +365,7 @@ __device__ __forceinline__ void project_tile(const ProjectionParams& p, bool fol
     }
   }
   __syncthreads();  // all shares are written
-  finish_tile<Shape>(p, sums, columns, bias, angles, first_row, first_column, thread_row);
+  finish_tile<Shape>(p, smem, columns, bias, angles, first_row, first_column, thread_row, depth);
 }
 
 }  // namespace frx
