@@ -144,7 +144,27 @@ def attention_backward(
     need_dbias: bool,
     deterministic: bool,
     o_rest: Tensor | None = None,  # [B, Tq, H, D]
+    q_positions: Tensor | None = None,
+    q_cos: Tensor | None = None,
+    q_sin: Tensor | None = None,
+    k_positions: Tensor | None = None,
+    k_cos: Tensor | None = None,
+    k_sin: Tensor | None = None,
+    q_rotary_dim: int = 0,
+    q_interleaved: bool = True,
+    q_axes: int = 1,
+    q_rope_base: float = 1.0,
+    q_full_width: bool = False,
+    k_rotary_dim: int = 0,
+    k_interleaved: bool = True,
+    k_axes: int = 1,
+    k_rope_base: float = 1.0,
+    k_full_width: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    q_spec = RotationSpec(q_rotary_dim, q_interleaved, q_axes, q_full_width, q_rope_base)
+    k_spec = RotationSpec(k_rotary_dim, k_interleaved, k_axes, k_full_width, k_rope_base)
+    q_rotation = Rotation(q_spec, q_positions, q_cos, q_sin)
+    k_rotation = Rotation(k_spec, k_positions, k_cos, k_sin)
     q_, k_, v_ = _attention_inputs(q, k, v, key_keep, kv_lengths)
     group = q.shape[2] // k.shape[2]  # query heads that share a key head
     k_, v_ = k_.repeat_interleave(group, dim=1), v_.repeat_interleave(group, dim=1)
@@ -172,10 +192,11 @@ def attention_backward(
 
     dq, dk, dv, dbias = (q.new_empty(0) for _ in range(4))
     if need_dq:
-        dq = _fresh((scale * ds @ k_).transpose(1, 2), q.dtype)
+        dq = _fresh(_rotate_back((scale * ds @ k_).transpose(1, 2), q_rotation), q.dtype)
     if need_dkv:
-        dk = _sum_groups(scale * ds.transpose(-1, -2) @ q_, group, k.dtype)
-        dv = _sum_groups(dropped.transpose(-1, -2) @ do_, group, v.dtype)
+        dk = _rotate_back(_sum_groups(scale * ds.transpose(-1, -2) @ q_, group), k_rotation)
+        dk = _fresh(dk, k.dtype)
+        dv = _fresh(_sum_groups(dropped.transpose(-1, -2) @ do_, group), v.dtype)
     if need_dbias and attn_bias is not None:
         dbias = _fresh(ds.sum_to_size(attn_bias.shape), attn_bias.dtype)
     return dq, dk, dv, dbias
@@ -367,6 +388,7 @@ def _config(q: Tensor, k: Tensor, scale: float, is_causal: bool, dropout_p: floa
     return BlockConfig(q.shape[2], k.shape[2], *none, scale, is_causal, dropout_p)
 
 
-def _sum_groups(x: Tensor, group: int, dtype: torch.dtype) -> Tensor:
+def _sum_groups(x: Tensor, group: int) -> Tensor:
     """[B, H, T, D] to [B, T, Hkv, D]."""
-    return _fresh(x.unflatten(1, (-1, group)).sum(2).transpose(1, 2), dtype)
+    grouped: Tensor = x.unflatten(1, (-1, group))
+    return grouped.sum(2).transpose(1, 2)

@@ -18,66 +18,13 @@ from torch import Tensor
 
 from .composite import compute_dtype
 from .config import NormSpec, RotationSpec
+from .schemas import SCHEMAS
 
 NAMESPACE = "fused_rope_xattn"
 
 # Partial sums of the norm's gradients that norm_rope_backward writes, at most. The number must
 # follow from the sizes alone, since compiled graphs see it: one row a block, enough to fill a GPU.
 MAX_NORM_PARTIALS = 512
-
-_NORM_ROPE_OPTIONS = """
-    Tensor? bias, Tensor? norm_weight, Tensor? norm_bias,
-    Tensor? positions, Tensor? cos, Tensor? sin,
-    int num_heads, int norm_kind, bool norm_inner, float norm_eps,
-    int rotary_dim, bool interleaved, int axes, float rope_base, bool full_width"""
-
-_ATTENTION_OPTIONS = """
-    Tensor? attn_bias, Tensor? keep_mask, Tensor? key_keep, Tensor? kv_lengths, Tensor? seed,
-    float scale, bool is_causal, float dropout_p, bool tf32"""
-
-_BLOCK_ARGUMENTS = """
-    Tensor x_query, Tensor x_kv, Tensor? x_value,
-    Tensor w_q, Tensor? w_k, Tensor? w_v, Tensor? w_out,
-    Tensor? b_q, Tensor? b_k, Tensor? b_v, Tensor? b_out,
-    Tensor? q_positions, Tensor? q_cos, Tensor? q_sin,
-    Tensor? k_positions, Tensor? k_cos, Tensor? k_sin,
-    Tensor? attn_bias, Tensor? keep_mask, Tensor? key_keep, Tensor? kv_lengths,
-    int num_heads, int num_kv_heads,
-    int q_rotary_dim, bool q_interleaved, int q_axes, float q_rope_base, bool q_full_width,
-    int k_rotary_dim, bool k_interleaved, int k_axes, float k_rope_base, bool k_full_width,
-    float scale, bool is_causal, bool tf32"""
-
-_ATTENTION_BACKWARD = f"""
-    Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse,
-    {_ATTENTION_OPTIONS}, bool need_dq, bool need_dkv, bool need_dbias,
-    bool deterministic, Tensor? o_rest=None) -> (Tensor, Tensor, Tensor, Tensor)"""
-
-_GROUP_ARGUMENTS = """
-    Tensor? x_q, Tensor? x_k, Tensor? x_v, Tensor? w_q, Tensor? w_k, Tensor? w_v,
-    Tensor? b_q, Tensor? b_k, Tensor? b_v,
-    Tensor? q_positions, Tensor? q_cos, Tensor? q_sin,
-    Tensor? k_positions, Tensor? k_cos, Tensor? k_sin,
-    int num_heads, int num_kv_heads,
-    int q_rotary_dim, bool q_interleaved, int q_axes, float q_rope_base, bool q_full_width,
-    int k_rotary_dim, bool k_interleaved, int k_axes, float k_rope_base, bool k_full_width,
-    int tile"""
-
-SCHEMAS = (
-    f"norm_rope(Tensor x, {_NORM_ROPE_OPTIONS}, ScalarType dtype) -> Tensor",
-    f"norm_rope_backward(Tensor grad, Tensor? x, {_NORM_ROPE_OPTIONS}) -> (Tensor, Tensor, Tensor)",
-    f"attention_forward(Tensor q, Tensor k, Tensor v, {_ATTENTION_OPTIONS}) -> (Tensor, Tensor)",
-    f"attention_forward_with_rest(Tensor q, Tensor k, Tensor v, {_ATTENTION_OPTIONS})"
-    " -> (Tensor o, Tensor lse, Tensor o_rest)",
-    # The binary's kernels for GPUs older than Hopper, on any GPU: for tests.
-    "attention_forward_portable"
-    f"(Tensor q, Tensor k, Tensor v, {_ATTENTION_OPTIONS}) -> (Tensor, Tensor)",
-    f"attention_backward({_ATTENTION_BACKWARD}",
-    f"attention_backward_portable({_ATTENTION_BACKWARD}",  # for tests, too
-    f"block_forward({_BLOCK_ARGUMENTS})"
-    " -> (Tensor y, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse)",
-    f"project_group({_GROUP_ARGUMENTS}) -> (Tensor q, Tensor k, Tensor v)",
-    "build_info() -> str",  # defined by the binary alone: JSON of what it was built from and for
-)
 
 
 class ScoreOptions(NamedTuple):
@@ -92,6 +39,24 @@ class ScoreOptions(NamedTuple):
     is_causal: bool
     dropout_p: float
     tf32: bool  # multiply fp32 in plain TF32
+
+
+class TurningTensors(NamedTuple):
+    """The tensors of one side's rotation; all None: positions 0..T-1, or no rotation."""
+
+    positions: Tensor | None = None  # [B|1, T, axes]
+    cos: Tensor | None = None  # [B|1, H|1, T, R/2], R if full width
+    sin: Tensor | None = None
+
+
+class Turning(NamedTuple):
+    """One side's rotation."""
+
+    tensors: TurningTensors = TurningTensors()
+    spec: RotationSpec = RotationSpec()
+
+
+UNTURNED = Turning()
 
 
 def norm_rope(
@@ -193,11 +158,16 @@ def attention_backward(
     need_dbias: bool,
     deterministic: bool = True,
     o_rest: Tensor | None = None,
+    q_turning: Turning = UNTURNED,
+    k_turning: Turning = UNTURNED,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """``dq, dk, dv, dbias``; what is not needed is an empty tensor of shape ``[0]``.
 
     ``o_rest``: see :func:`attention_forward_with_rest`; without it each row is summed again.
+    ``q_turning``, ``k_turning``: how q and k were rotated; dq and dk are gradients of what they
+    were before.
     """
+    wide = compute_dtype(q)
     bias = options.attn_bias
     if need_dbias and bias is not None and bias.shape[-1] == 1:
         dbias = _gradient_of_row_bias(bias, dlse, lse)
@@ -219,6 +189,10 @@ def attention_backward(
             need_dbias,
             deterministic,
             o_rest,
+            *_rotation_tensors(*q_turning.tensors, wide),
+            *_rotation_tensors(*k_turning.tensors, wide),
+            *_flat(q_turning.spec),
+            *_flat(k_turning.spec),
         )
     )
     return result if dbias is None else (*result[:3], dbias)
@@ -230,14 +204,6 @@ def _gradient_of_row_bias(bias: Tensor, dlse: Tensor | None, lse: Tensor) -> Ten
         return torch.zeros_like(bias)
     rows = torch.where(lse == -math.inf, 0.0, dlse).unsqueeze(-1)
     return rows.sum_to_size(bias.shape).to(bias.dtype)
-
-
-class TurningTensors(NamedTuple):
-    """The tensors of one side's rotation; all None: positions 0..T-1, or no rotation."""
-
-    positions: Tensor | None  # [B|1, T, axes]
-    cos: Tensor | None  # [B|1, H|1, T, R/2], R if full width
-    sin: Tensor | None
 
 
 def block_forward(
@@ -457,7 +423,7 @@ def _fake_attention_backward(
     o: Tensor,
     lse: Tensor,
     attn_bias: Tensor | None,
-    *options: object,  # keep_mask .. tf32, need_dq, need_dkv, need_dbias, deterministic, o_rest
+    *options: object,  # keep_mask .. tf32, need_dq, need_dkv, need_dbias, deterministic ..
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     need_dq, need_dkv, need_dbias = options[8:11]
     dbias = attn_bias if need_dbias else None

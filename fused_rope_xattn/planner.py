@@ -14,13 +14,18 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
 
 from . import _loader, fused, grouped, split
-from .arguments import Arguments
+from .arguments import Arguments, Problem
 from .prepare import Prepared, prepare
 from .rules import show
 from .split import BlockTensors
 
 LARGEST_HEAD_DIM = 256
 HEAD_DIM_MULTIPLE = 8
+
+# Where the forward takes Hopper's own instructions in TF32, as kernels/attention_sm90.cpp decides.
+LARGEST_TF32_HEAD_DIM = 128
+FEWEST_TF32_QUERIES = 64
+LEAST_TF32_FLOPS = 2e8
 
 # Any other subclass of Tensor may mean anything by its operators, which only plain ones reach.
 PLAIN_TENSORS = (Tensor, torch.nn.Parameter, FakeTensor, FunctionalTensor, type(None))
@@ -196,6 +201,13 @@ def _passing_obstacle(t: BlockTensors) -> str | None:
     return None
 
 
+def _tf32_pays(p: Problem) -> bool:
+    """Whether values are transposed for wgmma; else the portable kernel multiplies in TF32."""
+    flops = 4.0 * p.B * p.H * p.Tq * p.Tk * p.D
+    is_large = p.Tq >= FEWEST_TF32_QUERIES and flops >= LEAST_TF32_FLOPS
+    return is_large and p.D <= LARGEST_TF32_HEAD_DIM
+
+
 def _split_kernels(prepared: Prepared, gpu: GPU) -> tuple[str, ...]:
     config, t = prepared.config, prepared.tensors
     sides = split.query_projection(config, t), split.key_projection(config, t)
@@ -212,6 +224,8 @@ def _split_kernels(prepared: Prepared, gpu: GPU) -> tuple[str, ...]:
         steps.append(f"gemm {name}")
         if not p.is_plain:
             steps.append(f"norm_rope {name}")
+    if is_hopper and config.tf32 and _tf32_pays(prepared.problem):
+        steps.append("transpose_heads v")
     steps.append("attention_forward")
     if t.w_out is not None:
         steps.append("gemm out")

@@ -177,6 +177,9 @@ def backward(
     if not needs.attention:
         return Grads(w_out=dw_out, b_out=db_out)
 
+    q, q_turning = turned_back(query_projection(config, t))
+    k, v = _kv_without_removed_tokens(config, t, needs)
+    k, k_turning = turned_back(k)
     dq, dk, dv, dbias = ops.attention_backward(
         torch.zeros_like(saved.o) if dout is None else dout,
         dlse,
@@ -187,15 +190,16 @@ def backward(
         need_dbias=needs.attn_bias,
         deterministic=config.deterministic,
         o_rest=saved.o_rest,
+        q_turning=q_turning,
+        k_turning=k_turning,
     )
 
-    q_grads = project_backward(query_projection(config, t), dq, needs.q)
-    k, v = _kv_without_removed_tokens(config, t, needs)
+    q_grads = project_backward(q, dq, needs.q)
     v_grads = project_backward(v, dv, needs.v)
     onto = None
     if t.x_value is None:  # keys and values come from the same x: one gradient for both
         onto, v_grads = v_grads.x, v_grads._replace(x=None)
-    zeros = shift_of_all_keys(k, needs.k) if dlse is None else {}
+    zeros = shift_of_all_keys(key_projection(config, t), needs.k) if dlse is None else {}
     needs_k = needs.k._replace(**dict.fromkeys(zeros, False))
     k_grads = project_backward(k, dk, needs_k, onto)._replace(**zeros)
     return Grads(q_grads, k_grads, v_grads, dbias if needs.attn_bias else None, dw_out, db_out)
@@ -257,6 +261,17 @@ def key_projection(config: BlockConfig, t: BlockTensors) -> Projection:
 def value_projection(config: BlockConfig, t: BlockTensors) -> Projection:
     x = t.x_kv if t.x_value is None else t.x_value
     return Projection(x, t.w_v, t.b_v, num_heads=config.num_kv_heads)
+
+
+def turned_back(p: Projection) -> tuple[Projection, ops.Turning]:
+    """A projection whose rotation the attention's backward undoes, and that rotation.
+
+    Behind a norm it stays, to be undone together with it.
+    """
+    if p.norm.kind != NORM_NONE or p.weight is None:
+        return p, ops.UNTURNED
+    turning = ops.Turning(ops.TurningTensors(p.positions, p.cos, p.sin), p.rotation)
+    return p._replace(positions=None, cos=None, sin=None, rotation=RotationSpec()), turning
 
 
 def score_options(config: BlockConfig, t: BlockTensors) -> ops.ScoreOptions:

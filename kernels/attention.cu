@@ -1,9 +1,11 @@
 // The order of launches of attention forward and backward, and the two small kernels around the
 // tiled ones: combining split keys, and delta.
 #include "attention_sm90.h"
+#include "attention_tf32_sm90.h"
 #include "entry.h"
 #include "launch.h"
 #include "mask.cuh"
+#include "mma.cuh"
 #include "portable.h"
 #include "scores.cuh"
 #include "storage.cuh"
@@ -108,7 +110,12 @@ __global__ __launch_bounds__(kThreads) void delta_kernel(
     const auto dout = Storage<AnyType>::load<kVector>(
         p.dout.data, p.dtype, offset_in(p.dout, row.b, row.query, row.h) + d);
 #pragma unroll
-    for (int i = 0; i < kVector; ++i) sum = fmaf(dout.elements[i], o.elements[i], sum);
+    for (int i = 0; i < kVector; ++i) {
+      // As the gradient of a weight takes it: what rounding adds would be common to a whole row.
+      const float x = dout.elements[i];
+      sum =
+          fmaf(p.dtype == DType::kTF32 ? __uint_as_float(round_to_tf32(x)) : x, o.elements[i], sum);
+    }
     if (p.o_rest.data != nullptr) {
       const auto rest = Storage<AnyType>::load<kVector>(
           p.o_rest.data, p.dtype, offset_in(p.o_rest, row.b, row.query, row.h) + d);
@@ -164,7 +171,8 @@ void run_attention_backward(const AttentionBackwardParams& p, cudaStream_t strea
   }
   AttentionBackwardParams portable = p;
   if (p.use_sm90) {
-    run_attention_backward_sm90(p, stream);
+    p.dtype == DType::kTF32 ? run_attention_backward_tf32_sm90(p, stream)
+                            : run_attention_backward_sm90(p, stream);
     portable.dq.data = portable.dk.data = portable.dv.data = nullptr;  // dbias is left
   }
   run_for_dtype(portable, stream, attention_backward_bf16, attention_backward_fp16,

@@ -6,16 +6,17 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
-#include "attention_bwd_sm90_parts.cuh"
+#include "attention_bwd_turn_sm90.cuh"
 #include "launch.h"
 #include "tensor_map.h"
 
 namespace frx {
 
 // kDk, kDv: which of the two this kernel makes. With 256 dims a thread's registers hold one only.
-// kDq: it also adds dq up, in turns: consumer 0 that of even tiles, consumer 1 that of odd ones,
-// each with the score gradients of both.
+// kDq: it also adds dq up, 64 queries a consumer, with the score gradients of both: half of every
+// tile each, or the consumers in turns a whole one.
 template <int kHeadDim_, int kTileQ_, int kStagesQ_, int kStagesDout_, bool kDk_, bool kDv_,
           bool kDq_>
 struct KeySideConfig {
@@ -31,10 +32,19 @@ struct KeySideConfig {
   static constexpr uint32_t kSlabBytesQueries = kTileQ * kRowBytes;
   // Dropout serves 16 x 16 corners of the score matrix.
   static_assert(kTileQ % 16 == 0 && kTileQ <= 256);
-  static_assert(!kDq || (kDk && kDv && kTileQ == 64));
+  static_assert(!kDq || (kDk && kDv && (kTileQ == 64 || kTileQ == 128)));
+  // Queries whose weights become operands at a time: with all of a large tile's in registers, none
+  // are left.
+  static constexpr int kPart = kTileQ == 128 ? 64 : kTileQ;
+  static constexpr int kParts = kTileQ / kPart;
+
+  // Whether a consumer makes dq of (a half of) the score gradients in that buffer.
+  static __device__ __forceinline__ bool makes_dq(int buffer, int consumer) {
+    return kTileQ == 128 || buffer == consumer;
+  }
 };
 
-// Score gradients on their way to dq: [tile's parity][consumer's keys][query][key].
+// Score gradients on their way to dq: [buffer: tile's parity][consumer's keys][query][key].
 template <int kTileQ, bool kDq>
 struct GradientStorage {
   alignas(1024) SlabRow ds[2][kConsumers][kTileQ];
@@ -164,41 +174,65 @@ __device__ __forceinline__ void weigh_keys(float (&s)[kCount], const HeadScores&
   }
 }
 
-// Score gradients [64 keys, kTileQ queries], packed in pairs of queries, into shared memory as
-// [query][key]. Consumer position % 2 makes dq of them.
-template <int kTileQ>
-__device__ __forceinline__ void hand_over_gradients(SlabRow (&ds)[kTileQ],
-                                                    const uint32_t (&gradients)[kTileQ / 4],
-                                                    uint32_t position, int consumer, int thread) {
-  const bool is_mine = position % 2 == consumer;
-  const int parity = position % 2;
+// The accumulators of one part of a tile's queries, as operands.
+template <class Element, int kOperands, int kCount>
+__device__ __forceinline__ void pack_part(uint32_t (&operands)[kOperands], const float (&x)[kCount],
+                                          int part) {
+  float values[2 * kOperands];
+#pragma unroll
+  for (int i = 0; i < 2 * kOperands; ++i) values[i] = x[part * 2 * kOperands + i];
+  pack_weights<Element>(operands, values);
+}
+
+template <int kParts, int kCount>
+__device__ __forceinline__ void pin_parts(uint32_t (&x)[kParts][kCount]) {
+#pragma unroll
+  for (int part = 0; part < kParts; ++part) pin_registers(x[part]);
+}
+
+// Score gradients [64 keys, kPart queries] of a part of the tile, packed in pairs of queries, into
+// shared memory as [query][key].
+template <class Config>
+__device__ __forceinline__ void hand_over_gradients(SlabRow (&ds)[Config::kTileQ],
+                                                    const uint32_t (&gradients)[Config::kPart / 4],
+                                                    int part, uint32_t position, int consumer,
+                                                    int thread) {
+  const int buffer = position % 2, other = 1 - consumer;
+  const bool is_for_other = Config::makes_dq(buffer, other);
   // The other's dq of two tiles ago is made; one's own is, in program order.
-  if (!is_mine && position >= 2) named_barrier_sync(kGradientsEmpty + parity, 2 * kWarpgroup);
+  if (is_for_other && part == 0 && position >= 2) {
+    named_barrier_sync(kGradientsEmpty + 2 * buffer + other, 2 * kWarpgroup);
+  }
 
   // Matrices of a store, by l / 8: keys 0-7 and 8-15 of the warp, of queries 0-7, then of 8-15.
   const int warp = thread / 32, lane = thread % 32;
   const int query = lane % 8 + lane / 16 * 8, key_chunk = 2 * warp + lane / 8 % 2;
-  const uint32_t address = smem_address(ds[query]) + ((key_chunk ^ lane % 8) * 16);
+  const uint32_t address =
+      smem_address(ds[part * Config::kPart + query]) + ((key_chunk ^ lane % 8) * 16);
 #pragma unroll
-  for (int n = 0; n < kTileQ / 16; ++n) {
+  for (int n = 0; n < Config::kPart / 16; ++n) {
     const uint32_t matrices[4] = {gradients[4 * n], gradients[4 * n + 1], gradients[4 * n + 2],
                                   gradients[4 * n + 3]};
     stmatrix_x4_transposed(address + n * 16 * kRowBytes, matrices);
   }
   fence_proxy_async();
-  if (!is_mine) named_barrier_arrive(kGradientsFull + parity, 2 * kWarpgroup);
+  if (is_for_other && part == Config::kParts - 1) {
+    named_barrier_arrive(kGradientsFull + 2 * buffer + other, 2 * kWarpgroup);
+  }
 }
 
 // dq of 64 queries = ds k, added to dq_parts.
 template <class Config, class Element>
 __device__ __forceinline__ void add_dq(const AttentionBackwardParams& p,
                                        KeySideStorage<Config>& smem, int64_t batch_head,
-                                       int first_query, int consumer, int thread) {
-  const SmemDescriptor ds_smem = swizzled_descriptor<kRowBytes>(smem_address(smem.ds[consumer]), 0);
+                                       int first_query, int buffer, int consumer, int thread) {
+  const int first_row_of_tile = Config::kTileQ == 128 ? consumer * 64 : 0;
+  const SmemDescriptor ds_smem =
+      swizzled_descriptor<kRowBytes>(smem_address(smem.ds[buffer][0][first_row_of_tile]), 0);
   const SmemDescriptor k_smem =
       swizzled_descriptor<kRowBytes>(smem_address(smem.kv[0]), Config::kSlabBytesKeys);
   float dq[Config::kHeadDim / 2];
-  named_barrier_sync(kGradientsFull + consumer, 2 * kWarpgroup);
+  named_barrier_sync(kGradientsFull + 2 * buffer + consumer, 2 * kWarpgroup);
   pin_registers(dq);
   wgmma_fence();
 #pragma unroll
@@ -210,9 +244,9 @@ __device__ __forceinline__ void add_dq(const AttentionBackwardParams& p,
   wgmma_commit_group();
   wgmma_wait_group<0>();
   pin_registers(dq);
-  named_barrier_arrive(kGradientsEmpty + consumer, 2 * kWarpgroup);
+  named_barrier_arrive(kGradientsEmpty + 2 * buffer + consumer, 2 * kWarpgroup);
 
-  const int first_row = first_query + thread / 32 * 16;
+  const int first_row = first_query + first_row_of_tile + thread / 32 * 16;
   if (first_row >= p.sizes.num_queries) return;
   float* out = dq_fragments<Config::kHeadDim>(p, 0, batch_head, first_row, thread % 32);
 #pragma unroll
@@ -227,7 +261,7 @@ template <class Config, class Element, bool kDropout, bool kModified>
 __global__ void __launch_bounds__(kBackwardThreads, 1)
     attention_backward_keys_sm90_kernel(const __grid_constant__ Sm90BackwardParams params) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  constexpr int kTileQ = Config::kTileQ, kSlabs = Config::kSlabs;
+  constexpr int kTileQ = Config::kTileQ, kPart = Config::kPart, kSlabs = Config::kSlabs;
   constexpr int kStagesQ = Config::kStagesQ, kStagesDout = Config::kStagesDout;
   extern __shared__ __align__(1024) unsigned char smem_bytes[];
   auto& smem = *reinterpret_cast<KeySideStorage<Config>*>(smem_bytes);
@@ -305,7 +339,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
         const SmemDescriptor q_tile = q_smem + q_stage * sizeof(smem.q[0]);
         const SmemDescriptor dout_tile = dout_smem + dout_stage * sizeof(smem.dout[0]);
         float s[kTileQ / 2], ds[kTileQ / 2];
-        uint32_t weights[kTileQ / 4], gradients[kTileQ / 4];
+        uint32_t weights[Config::kParts][kPart / 4], gradients[Config::kParts][kPart / 4];
 
         // s = k q^T and dp = v dout^T
         mbarrier_wait(smem.q_full[q_stage], position / kStagesQ & 1);
@@ -334,74 +368,97 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
         weigh_keys<kModified>(s, scores, &smem.lse_log2[q_stage][2 * t], item.first_key + row,
                               first_query + 2 * t, seen_by_all);
 
-        // dv += p^T dout
-        if constexpr (Config::kDv) {
-          pack_weights<Element>(weights, s);
-          if constexpr (kDropout) drop_weights<Element>(weights, dropped);
-          pin_registers(dv);
-          pin_registers(weights);
-          wgmma_fence();
-          multiply_rows<Element, Config::kHeadDim, kTileQ>(dv, weights, dout_tile);
-          wgmma_commit_group();
-        }
+        // A constant each: what is indexed by it must stay in registers.
+        const auto finish_part = [&](auto part_constant) {
+          constexpr int part = decltype(part_constant)::value;
+          constexpr uint32_t part_offset = part * kPart * kRowBytes;  // in the tiles
+          // dv += p^T dout
+          if constexpr (Config::kDv) {
+            pack_part<Element>(weights[part], s, part);
+            if constexpr (kDropout) drop_weights<Element>(weights[part], dropped);
+            if (part == 0) pin_registers(dv);
+            pin_registers(weights[part]);
+            wgmma_fence();
+            multiply_rows<Element, Config::kHeadDim, kPart>(dv, weights[part],
+                                                            dout_tile + part_offset);
+            wgmma_commit_group();
+          }
 
-        // ds, while dv is multiplied; dk += ds^T q
-        if constexpr (Config::kDk) {
-          wgmma_wait_group<Config::kDv ? 1 : 0>();
-          pin_registers(ds);
-          if (!Config::kDv && lane == 0) mbarrier_arrive(smem.dout_empty[dout_stage]);
-#pragma unroll
-          for (int n = 0; n < kTileQ / 8; ++n) {
-            const float2 delta =
-                *reinterpret_cast<const float2*>(&smem.delta[q_stage][8 * n + 2 * t]);
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-              const int at = 4 * n + i;
-              ds[at] = score_gradient<kDropout>(s[at], ds[at], i % 2 == 0 ? delta.x : delta.y,
-                                                kDropout && dropped.is_dropped(at / 2, i % 2),
-                                                scores.keep_scale);
+          // ds, while dv is multiplied; dk += ds^T q
+          if constexpr (Config::kDk) {
+            if (part == 0) {
+              wgmma_wait_group<Config::kDv ? 1 : 0>();
+              pin_registers(ds);
+              if (!Config::kDv && lane == 0) mbarrier_arrive(smem.dout_empty[dout_stage]);
             }
+#pragma unroll
+            for (int n = part * kPart / 8; n < (part + 1) * kPart / 8; ++n) {
+              const float2 delta =
+                  *reinterpret_cast<const float2*>(&smem.delta[q_stage][8 * n + 2 * t]);
+#pragma unroll
+              for (int i = 0; i < 4; ++i) {
+                const int at = 4 * n + i;
+                ds[at] = score_gradient<kDropout>(s[at], ds[at], i % 2 == 0 ? delta.x : delta.y,
+                                                  kDropout && dropped.is_dropped(at / 2, i % 2),
+                                                  scores.keep_scale);
+              }
+            }
+            pack_part<Element>(gradients[part], ds, part);
+            if constexpr (Config::kDq) {
+              hand_over_gradients<Config>(smem.ds[position % 2][consumer], gradients[part], part,
+                                          position, consumer, thread);
+            }
+            if (part == 0) pin_registers(dk);
+            pin_registers(gradients[part]);
+            wgmma_fence();
+            multiply_rows<Element, Config::kHeadDim, kPart>(dk, gradients[part],
+                                                            q_tile + part_offset);
+            wgmma_commit_group();
           }
-          pack_weights<Element>(gradients, ds);
-          if constexpr (Config::kDq) {
-            hand_over_gradients(smem.ds[position % 2][consumer], gradients, position, consumer,
-                                thread);
-          }
-          pin_registers(dk);
-          pin_registers(gradients);
-          wgmma_fence();
-          multiply_rows<Element, Config::kHeadDim, kTileQ>(dk, gradients, q_tile);
-          wgmma_commit_group();
-        }
+        };
+        finish_part(std::integral_constant<int, 0>{});
+        if constexpr (Config::kParts == 2) finish_part(std::integral_constant<int, 1>{});
 
         // The tiles are free again
         if constexpr (Config::kDv) {
           wgmma_wait_group<Config::kDk ? 1 : 0>();
           pin_registers(dv);
-          pin_registers(weights);
+          pin_parts(weights);
           if (lane == 0) mbarrier_arrive(smem.dout_empty[dout_stage]);
         }
         if constexpr (Config::kDk) {
           wgmma_wait_group<0>();
           pin_registers(dk);
-          pin_registers(gradients);
+          pin_parts(gradients);
         }
         if (lane == 0) mbarrier_arrive(smem.q_empty[q_stage]);
         if constexpr (Config::kDq) {
-          if (position % 2 == consumer) {
-            add_dq<Config, Element>(p, smem, scores.batch_head, first_query, consumer, thread);
+          const int buffer = position % 2;
+          if (Config::makes_dq(buffer, consumer)) {
+            add_dq<Config, Element>(p, smem, scores.batch_head, first_query, buffer, consumer,
+                                    thread);
           }
         }
       }
     }
 
-    if constexpr (Config::kDk) {
-      store_heads<Element>(p.dk, dk, p.scores.scale, item.batch, item.kv_head, item.first_key + row,
-                           p.sizes.num_keys, p.sizes.head_dim, t);
-    }
     if constexpr (Config::kDv) {
       store_heads<Element>(p.dv, dv, kDropout ? p.scores.keep_scale : 1.f, item.batch, item.kv_head,
                            item.first_key + row, p.sizes.num_keys, p.sizes.head_dim, t);
+    }
+    if constexpr (Config::kDk) {
+      if (p.k_rotation.rotary_dim == 0) {
+        store_heads<Element>(p.dk, dk, p.scores.scale, item.batch, item.kv_head,
+                             item.first_key + row, p.sizes.num_keys, p.sizes.head_dim, t);
+      } else {
+        named_barrier_sync(kProductsDone, kConsumers * kWarpgroup);
+        using Rows = TurningRows<Config::kHeadDim>;
+        static_assert(kConsumerWarps * sizeof(Rows) <= sizeof(smem.kv) + sizeof(smem.q));
+        store_turned_back<Element>(p.dk, dk, p.scores.scale, p.k_rotation, params.turns,
+                                   reinterpret_cast<Rows*>(smem_bytes)[warp], item.batch,
+                                   item.kv_head, item.first_key + warp * kWarpRows,
+                                   p.sizes.num_keys, p.sizes.head_dim, lane);
+      }
     }
   }
 #else
@@ -414,6 +471,7 @@ void launch_backward_keys(const AttentionBackwardParams& p, cudaStream_t stream)
   const AttentionSizes& s = p.sizes;
   Sm90BackwardParams params;
   params.attention = p;
+  params.turns = plan_turns(p.k_rotation);
   params.q_map = make_heads_map(p.q, p.dtype, s.batch, s.num_queries, s.num_heads, s.head_dim,
                                 kSlabDims, Config::kTileQ);
   params.dout_map = make_heads_map(p.dout, p.dtype, s.batch, s.num_queries, s.num_heads, s.head_dim,
@@ -435,6 +493,13 @@ void run_backward_keys(const AttentionBackwardParams& p, cudaStream_t stream) {
     launch_backward_keys<Config, decltype(element), decltype(dropout)::value,
                          decltype(modified)::value>(p, stream);
   });
+}
+
+// The same without dropout, bias, masks and removed keys.
+template <class Config>
+void run_plain_backward_keys(const AttentionBackwardParams& p, cudaStream_t stream) {
+  p.dtype == DType::kBFloat16 ? launch_backward_keys<Config, __nv_bfloat16, false, false>(p, stream)
+                              : launch_backward_keys<Config, __half, false, false>(p, stream);
 }
 
 }  // namespace frx

@@ -6,7 +6,7 @@
 
 #include <cstdint>
 
-#include "attention_bwd_sm90_parts.cuh"
+#include "attention_bwd_turn_sm90.cuh"
 #include "launch.h"
 #include "tensor_map.h"
 
@@ -255,7 +255,15 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
       if (lane == 0) mbarrier_arrive(smem.k_empty[k_stage]);
     }
 
-    if (p.num_splits == 1) {
+    if (p.num_splits == 1 && p.q_rotation.rotary_dim > 0) {
+      named_barrier_sync(kProductsDone, kConsumers * kWarpgroup);
+      using Rows = TurningRows<Config::kHeadDim>;
+      static_assert(kConsumerWarps * sizeof(Rows) <=
+                    sizeof(smem.q) + sizeof(smem.dout) + sizeof(smem.k));
+      store_turned_back<Element>(p.dq, dq, p.scores.scale, p.q_rotation, params.turns,
+                                 reinterpret_cast<Rows*>(smem_bytes)[warp], item.batch, item.head,
+                                 query - lane / 4, p.sizes.num_queries, p.sizes.head_dim, lane);
+    } else if (p.num_splits == 1) {
       store_heads<Element>(p.dq, dq, p.scores.scale, item.batch, item.head, query,
                            p.sizes.num_queries, p.sizes.head_dim, t);
     } else if (query - lane / 4 < p.sizes.num_queries) {
@@ -278,6 +286,7 @@ void launch_backward_queries(const AttentionBackwardParams& p, cudaStream_t stre
   const AttentionSizes& s = p.sizes;
   Sm90BackwardParams params;
   params.attention = p;
+  params.turns = plan_turns(p.q_rotation);
   params.q_map = make_heads_map(p.q, p.dtype, s.batch, s.num_queries, s.num_heads, s.head_dim,
                                 kSlabDims, kTileRows);
   params.dout_map = make_heads_map(p.dout, p.dtype, s.batch, s.num_queries, s.num_heads, s.head_dim,

@@ -37,16 +37,12 @@ constexpr int kMaxSmemBytes = 227 * 1024;  // a block's
 enum NamedBarrier : int {
   // 0 is __syncthreads
   kConsumerBarrier = 1,  // + consumer: its four warps meet
-  kGradientsFull = 3,    // + consumer: score gradients of a tile whose dq it makes are written
-  kGradientsEmpty = 5,   // + consumer: and may be overwritten
+  kGradientsFull = 3,    // + 2 * buffer + consumer: score gradients that it makes dq of are written
+  kGradientsEmpty = 7,   // + 2 * buffer + consumer: and may be overwritten
+  kProductsDone = 11,    // the consumers meet: shared memory may be used for something else
 };
 
 using SlabRow = uint16_t[kSlabDims];
-
-struct Sm90BackwardParams {
-  CUtensorMap q_map, k_map, v_map, dout_map;
-  AttentionBackwardParams attention;
-};
 
 // ---- products ---------------------------------------------------------------------------------
 
@@ -100,16 +96,17 @@ __device__ __forceinline__ float score_gradient(float p, float dp, float delta, 
   return p * fmaf(dropped ? 0.f : dp, keep_scale, -delta);
 }
 
+inline bool is_modified(const ScoreModifiers& m) {
+  return m.bias.data != nullptr || m.keep_mask.data != nullptr || m.key_keep != nullptr;
+}
+
 // Calls run(Element{}, std::bool_constant<kDropout>{}, std::bool_constant<kModified>{}) with what
 // the problem needs. kModified: a bias, a mask over scores or removed keys.
 template <class Run>
 void choose_backward_variant(const AttentionBackwardParams& p, Run run) {
-  const ScoreModifiers& m = p.scores;
-  const bool is_modified =
-      m.bias.data != nullptr || m.keep_mask.data != nullptr || m.key_keep != nullptr;
-  const bool has_dropout = m.seed != nullptr;
+  const bool has_dropout = p.scores.seed != nullptr;
   const auto choose = [&](auto element) {
-    if (is_modified) {
+    if (is_modified(p.scores)) {
       has_dropout ? run(element, std::true_type{}, std::true_type{})
                   : run(element, std::false_type{}, std::true_type{});
     } else {

@@ -10,9 +10,12 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <type_traits>
 
 #include "attention_fwd_sm90_items.cuh"
+#include "attention_fwd_sm90_parts.cuh"
 #include "attention_sm90.h"
+#include "chained_launch.cuh"
 #include "dropout_bits.cuh"
 #include "launch.h"
 #include "mask.cuh"
@@ -21,63 +24,10 @@
 #include "softmax_sm90.cuh"
 #include "tensor_map.h"
 #include "tile_sm90.cuh"
+#include "transpose_heads_sm90.h"
 #include "wgmma_sm90.cuh"
 
 namespace frx {
-
-// ---- loads ------------------------------------------------------------------------------------
-
-// Value rows of keys that do not exist become zero: their weight is 0, but 0 * NaN is not. Rows
-// beyond the tensor arrive as zeros, those beyond kv_lengths or removed by key_keep do not. Every
-// consumer writes the same zeros, so they need not meet.
-template <class Config, bool kModified>
-__device__ __forceinline__ void clear_absent_values(
-    uint16_t (&v)[Config::kSlabs][Config::kTileK][Config::kSlabDims], const HeadScores& scores,
-    int first_key, int num_keys, int consumer, int thread) {
-  const bool is_cut = scores.key_count < num_keys && first_key + Config::kTileK > scores.key_count;
-  const bool has_holes = kModified && scores.key_keep != nullptr;
-  if (!is_cut && !has_holes) return;
-  for (int row = thread; row < Config::kTileK; row += kWarpgroup) {
-    const int key = first_key + row;
-    const bool exists = kModified ? scores.key_exists(key) : key < scores.key_count;
-    if (exists) continue;
-    for (int slab = 0; slab < Config::kSlabs; ++slab) {
-      uint4* chunks = reinterpret_cast<uint4*>(v[slab][row]);
-      for (int i = 0; i < Config::kRowBytes / 16; ++i) chunks[i] = make_uint4(0, 0, 0, 0);
-    }
-  }
-  fence_proxy_async();
-  named_barrier_sync(kWarpgroupOwn + consumer, kWarpgroup);
-}
-
-// ---- products ---------------------------------------------------------------------------------
-
-// s = q k^T for the warpgroup's 64 queries. s [64, kTileK].
-template <class Config, class Element>
-__device__ __forceinline__ void multiply_scores(float (&s)[Config::kTileK / 2], SmemDescriptor q,
-                                                SmemDescriptor k) {
-#pragma unroll
-  for (int slab = 0; slab < Config::kSlabs; ++slab) {
-#pragma unroll
-    for (int step = 0; step < Config::kSlabDims / 16; ++step) {
-      Wgmma<Element, Config::kTileK>::ss(s, q + (slab * Config::kSlabBytesQ + step * 32),
-                                         k + (slab * Config::kSlabBytesK + step * 32),
-                                         slab + step > 0);
-    }
-  }
-}
-
-// o += p v. p [64, kTileK] in registers, v [kTileK, D] with D contiguous.
-template <class Config, class Element>
-__device__ __forceinline__ void multiply_values(float (&o)[Config::kHeadDim / 2],
-                                                const uint32_t (&p)[Config::kTileK / 4],
-                                                SmemDescriptor v) {
-#pragma unroll
-  for (int step = 0; step < Config::kTileK / 16; ++step) {
-    Wgmma<Element, Config::kHeadDim>::rs(o, p[4 * step], p[4 * step + 1], p[4 * step + 2],
-                                         p[4 * step + 3], v + step * 16 * Config::kRowBytes);
-  }
-}
 
 // ---- the kernel -------------------------------------------------------------------------------
 
@@ -88,6 +38,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
     attention_forward_sm90_kernel(const __grid_constant__ Sm90ForwardParams params) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   constexpr int kStages = Config::kStages;
+  [[maybe_unused]] constexpr bool kTf32 = std::is_same_v<Element, Tf32>;
   extern __shared__ __align__(1024) unsigned char smem_bytes[];
   auto& smem = *reinterpret_cast<ForwardStorage<Config>*>(smem_bytes);
   const AttentionForwardParams& p = params.attention;
@@ -138,8 +89,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
           if (i > 0) {
             const uint32_t position = first + i - 1, stage = position % kStages;
             mbarrier_wait(smem.v_empty[stage], (position / kStages & 1) ^ 1);
-            load_tile(smem.v[stage], params.v_map, smem.v_full[stage],
-                      (item.key_tiles.end - i) * Config::kTileK, kv_head, item.batch);
+            load_values(smem, stage, params.v_map, (item.key_tiles.end - i) * Config::kTileK,
+                        kv_head, item.batch);
           }
         }
         first += count;
@@ -158,7 +109,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
         smem_address(smem.q[0][consumer * kQueriesPerWarpgroup]), 0);
     const SmemDescriptor k_smem = swizzled_descriptor<Config::kRowBytes>(smem_address(smem.k), 0);
     const SmemDescriptor v_smem =
-        swizzled_descriptor<Config::kRowBytes>(smem_address(smem.v), Config::kSlabBytesK);
+        swizzled_descriptor<Config::kRowBytes>(smem_address(smem.v), Config::kLeadingBytesV);
 
     // The first turn belongs to consumer 0; whoever has issued its products passes the turn on.
     constexpr int kTurnThreads = 2 * kWarpgroup;
@@ -180,10 +131,11 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
 
       float o[Config::kHeadDim / 2] = {};
       RowState rows;
+      [[maybe_unused]] float rounded_sum[2] = {};  // in TF32
 
       if (item.key_tiles.begin < item.key_tiles.end) {
         float s[Config::kTileK / 2];
-        uint32_t weights[Config::kTileK / 4];
+        uint32_t weights[Config::kWeightRegisters];
         float correction[2];
         bool must_rescale;
         // Every key of a tile that ends before this is seen by all of the warpgroup's queries.
@@ -217,11 +169,14 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
         };
         const auto pack = [&] {
           pack_weights<Element>(weights, s);
+          if constexpr (kTf32) add_rounded_weights(rounded_sum, weights, correction);
           if constexpr (kDropout) drop_weights<Element>(weights, dropped);
         };
         const auto clear_values = [&](uint32_t at, int first_key) {
-          clear_absent_values<Config, kModified>(smem.v[at % kStages], scores, first_key,
-                                                 p.sizes.num_keys, consumer, thread);
+          if constexpr (!Config::kValuesTransposed) {
+            clear_absent_values<Config, kModified>(smem.v[at % kStages], scores, first_key,
+                                                   p.sizes.num_keys, consumer, thread);
+          }
         };
 
         // First scores, from the last key tile: the only one that may be cut.
@@ -301,12 +256,16 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
         ++items;
       }
 
+      // The kernel after this one relies on the one before it as well.
+      if constexpr (Config::kValuesTransposed) wait_for_previous_kernel();
+
       // Divide by the sums of weights and write o and lse; rows without keys give 0 and -inf.
       float factor[2], lse[2];
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const float sum = quad_sum(rows.sum[r]);
-        factor[r] = sum == 0 ? 0.f : (kDropout ? scores.keep_scale : 1.f) / sum;
+        const float divisor = kTf32 ? quad_sum(rounded_sum[r]) : sum;
+        factor[r] = sum == 0 ? 0.f : (kDropout ? scores.keep_scale : 1.f) / divisor;
         lse[r] =
             sum == 0 ? negative_infinity() : fmaf(rows.maximum[r] * scale_log2, kLn2, logf(sum));
       }
@@ -349,8 +308,15 @@ void launch_attention_forward_sm90(const AttentionForwardParams& p, cudaStream_t
                                 Config::kSlabDims, Config::kTileQ);
   params.k_map = make_heads_map(p.k, p.dtype, s.batch, s.num_keys, s.num_kv_heads, s.head_dim,
                                 Config::kSlabDims, Config::kTileK);
-  params.v_map = make_heads_map(p.v, p.dtype, s.batch, s.num_keys, s.num_kv_heads, s.head_dim,
-                                Config::kSlabDims, Config::kTileK);
+  if constexpr (Config::kValuesTransposed) {
+    const HeadsView v = transposed_view(p.v_transposed, s.num_keys, s.num_kv_heads, s.head_dim);
+    params.v_map = make_heads_map(v, p.dtype, s.batch, s.head_dim, s.num_kv_heads,
+                                  static_cast<int>(padded_tokens(s.num_keys)), Config::kSlabDims,
+                                  Config::kHeadDim);
+  } else {
+    params.v_map = make_heads_map(p.v, p.dtype, s.batch, s.num_keys, s.num_kv_heads, s.head_dim,
+                                  Config::kSlabDims, Config::kTileK);
+  }
   params.num_query_tiles = static_cast<int>(ceil_div(s.num_queries, Config::kTileQ));
   params.num_items =
       static_cast<int>(params.num_query_tiles * s.num_heads * s.batch * p.num_splits);
@@ -364,9 +330,15 @@ void launch_attention_forward_sm90(const AttentionForwardParams& p, cudaStream_t
              "attention_forward_sm90");
   const int blocks =
       is_uneven ? params.num_items : std::min(params.num_items, num_sms * Config::kBlocksPerSm);
-  launch(attention_forward_sm90_kernel<Config, Element, kDropout, kModified>,
-         "attention_forward_sm90", blocks, Config::kThreads, sizeof(ForwardStorage<Config>), stream,
-         params);
+  const auto kernel = attention_forward_sm90_kernel<Config, Element, kDropout, kModified>;
+  constexpr size_t kSmemBytes = sizeof(ForwardStorage<Config>);
+  static_assert(kSmemBytes <= 227 * 1024);
+  if constexpr (Config::kValuesTransposed) {
+    launch_chained(kernel, "attention_forward_sm90", blocks, Config::kThreads, kSmemBytes, stream,
+                   params);
+  } else {
+    launch(kernel, "attention_forward_sm90", blocks, Config::kThreads, kSmemBytes, stream, params);
+  }
 }
 
 // The tiles of one padded head dim: where scores are only scaled; for at most 64 queries of that
@@ -400,11 +372,15 @@ void dispatch_attention_forward_sm90(const AttentionForwardParams& p, cudaStream
 
 template <int kHeadDim, class Configs>
 void dispatch_attention_forward_sm90(const AttentionForwardParams& p, cudaStream_t stream) {
-  constexpr Sm90ForwardTile kPlain = sm90_forward_tile(kHeadDim, 1 << 20);
-  constexpr Sm90ForwardTile kShort = sm90_forward_tile(kHeadDim, 1);
+  constexpr bool kTf32 = Configs::Plain::kValuesTransposed;
+  constexpr DType kDType = kTf32 ? DType::kTF32 : DType::kBFloat16;
+  constexpr Sm90ForwardTile kPlain = sm90_forward_tile(kDType, kHeadDim, 1 << 20);
+  constexpr Sm90ForwardTile kShort = sm90_forward_tile(kDType, kHeadDim, 1);
   static_assert(Configs::Plain::kTileQ == kPlain.queries && Configs::Plain::kTileK == kPlain.keys);
   static_assert(Configs::Short::kTileQ == kShort.queries && Configs::Short::kTileK == kShort.keys);
-  if (p.dtype == DType::kBFloat16) {
+  if constexpr (kTf32) {
+    dispatch_attention_forward_sm90<Configs, Tf32>(p, stream);
+  } else if (p.dtype == DType::kBFloat16) {
     dispatch_attention_forward_sm90<Configs, __nv_bfloat16>(p, stream);
   } else {
     dispatch_attention_forward_sm90<Configs, __half>(p, stream);

@@ -14,8 +14,10 @@ namespace frx {
 
 constexpr int kQueriesPerWarpgroup = 64;
 
-template <int kHeadDim_, int kConsumers_, int kTileK_, int kStages_>
+// Word: an element in shared memory; uint16_t for the half types, float for TF32.
+template <int kHeadDim_, int kConsumers_, int kTileK_, int kStages_, class Word_ = uint16_t>
 struct Sm90ForwardConfig {
+  using Word = Word_;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kConsumers = kConsumers_;
   static constexpr int kTileQ = kQueriesPerWarpgroup * kConsumers;
@@ -25,12 +27,23 @@ struct Sm90ForwardConfig {
   // A single consumer leaves room for a second block on the multiprocessor.
   static constexpr int kBlocksPerSm = kConsumers == 1 ? 2 : 1;
 
-  // A tile lies in shared memory as slabs of at most 64 dims: [slab][token][dim].
-  static constexpr int kSlabDims = kHeadDim < 64 ? kHeadDim : 64;
+  // A tile lies in shared memory as slabs of at most 128 bytes a token: [slab][token][dim].
+  static constexpr int kWideSlab = 128 / sizeof(Word);
+  static constexpr int kSlabDims = kHeadDim < kWideSlab ? kHeadDim : kWideSlab;
   static constexpr int kSlabs = kHeadDim / kSlabDims;
-  static constexpr int kRowBytes = kSlabDims * 2;
+  static constexpr int kRowBytes = kSlabDims * sizeof(Word);
   static constexpr uint32_t kSlabBytesQ = kTileQ * kRowBytes;
   static constexpr uint32_t kSlabBytesK = kTileK * kRowBytes;
+
+  // TF32 products want keys contiguous in V: it comes transposed, [slab of keys][dim][key].
+  static constexpr bool kValuesTransposed = sizeof(Word) == 4;
+  static constexpr int kValueSlabs = kValuesTransposed ? kTileK / kWideSlab : kSlabs;
+  static constexpr int kValueRows = kValuesTransposed ? kHeadDim : kTileK;
+  static constexpr uint32_t kSlabBytesV = kValueRows * kRowBytes;
+  static constexpr uint32_t kLeadingBytesV = kValuesTransposed ? 0 : kSlabBytesV;
+
+  // Registers of a thread that hold the weights of a key tile.
+  static constexpr int kWeightRegisters = kTileK * sizeof(Word) / 8;
 
   // Consumers take turns at the tensor cores, so that one's softmax hides behind another's
   // products. With 256 dims the products are long enough to do so unasked.
@@ -48,15 +61,17 @@ struct Sm90ForwardConfig {
                 65536 / kBlocksPerSm / (kThreads * 8) * kThreads * 8);
 
   static_assert(kTileQ <= 256 && kTileK <= 256 && kTileK % 16 == 0);
-  static_assert(kSlabBytesK % 1024 == 0, "swizzled tiles start at multiples of 1024 bytes");
+  static_assert(kSlabBytesK % 1024 == 0 && kSlabBytesV % 1024 == 0,
+                "swizzled tiles start at multiples of 1024 bytes");
+  static_assert(!kValuesTransposed || (kTileK % kWideSlab == 0 && kSlabDims == kWideSlab));
 };
 
 template <class Config>
 struct ForwardStorage {
-  using Tokens = uint16_t[Config::kSlabDims];
+  using Tokens = typename Config::Word[Config::kSlabDims];
   alignas(1024) Tokens q[Config::kSlabs][Config::kTileQ];
   alignas(1024) Tokens k[Config::kStages][Config::kSlabs][Config::kTileK];
-  alignas(1024) Tokens v[Config::kStages][Config::kSlabs][Config::kTileK];
+  alignas(1024) Tokens v[Config::kStages][Config::kValueSlabs][Config::kValueRows];
   uint64_t q_full, q_empty;
   uint64_t k_full[Config::kStages], k_empty[Config::kStages];
   uint64_t v_full[Config::kStages], v_empty[Config::kStages];

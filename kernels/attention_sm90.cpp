@@ -8,6 +8,7 @@
 
 #include "cuda_check.h"
 #include "tensor_map.h"
+#include "transpose_heads_sm90.h"
 
 namespace frx {
 
@@ -15,23 +16,39 @@ namespace {
 
 int64_t tiles_of(int64_t count, int64_t tile) { return (count + tile - 1) / tile; }
 
+// V is read transposed in TF32.
+void transpose_values(const AttentionForwardParams& p, cudaStream_t stream) {
+  const AttentionSizes& s = p.sizes;
+  const HeadsTranspose values = {
+      p.v,        p.v_transposed,      s.batch,          s.num_keys, s.num_kv_heads,
+      s.head_dim, p.scores.kv_lengths, p.scores.key_keep};
+  transpose_heads_sm90(&values, 1, stream);
+}
+
 }  // namespace
 
 const char* attention_forward_sm90_obstacle(const AttentionForwardParams& p) {
   const AttentionSizes& s = p.sizes;
-  if (p.dtype != DType::kBFloat16 && p.dtype != DType::kFloat16) {
-    return "the Hopper kernel multiplies bf16 and fp16 only";
+  const bool is_tf32 = p.dtype == DType::kTF32;
+  const int element_bytes = is_tf32 ? 4 : 2;
+  if (p.dtype == DType::kFloat32) {
+    return "the Hopper kernel multiplies bf16, fp16 and TF32 only";
   }
   if (s.head_dim % 8 != 0 || s.head_dim > 256) {
     return "the Hopper kernel needs a head dim that is a multiple of 8 and at most 256";
   }
+  if (is_tf32 && s.head_dim > 128)
+    return "the Hopper kernel needs a head dim of at most 128 in TF32";
   if (s.num_keys == 0) return "there are no keys";
-  if (!is_tensor_map_possible(p.q, s.batch, s.num_queries, s.num_heads) ||
-      !is_tensor_map_possible(p.k, s.batch, s.num_keys, s.num_kv_heads) ||
-      !is_tensor_map_possible(p.v, s.batch, s.num_keys, s.num_kv_heads)) {
+  if (!is_tensor_map_possible(p.q, s.batch, s.num_queries, s.num_heads, element_bytes) ||
+      !is_tensor_map_possible(p.k, s.batch, s.num_keys, s.num_kv_heads, element_bytes) ||
+      !is_tensor_map_possible(p.v, s.batch, s.num_keys, s.num_kv_heads, element_bytes)) {
     return "the copy engine needs 16-byte aligned rows and no broadcast (stride 0) dimension";
   }
-  const Sm90ForwardTile tile = sm90_forward_tile(s.head_dim, s.num_queries);
+  if (is_tf32 && !is_transposable(s.batch, s.num_keys, s.num_kv_heads, s.head_dim)) {
+    return "the values are too many for one pass over them";
+  }
+  const Sm90ForwardTile tile = sm90_forward_tile(p.dtype, s.head_dim, s.num_queries);
   // A variant may use a smaller tile than the table's, hence the margin of four.
   const int64_t query_tiles = tiles_of(s.num_queries, tile.queries);
   if (query_tiles > INT32_MAX / 4 / s.num_heads / std::max(1, p.num_splits) ||
@@ -41,23 +58,35 @@ const char* attention_forward_sm90_obstacle(const AttentionForwardParams& p) {
   return nullptr;
 }
 
-int attention_forward_sm90_splits(const AttentionSizes& sizes, int num_sms) {
+bool attention_forward_sm90_pays(const AttentionForwardParams& p) {
+  if (p.dtype != DType::kTF32) return true;
+  // The pass over V and its launch take some 3 us; the portable kernel does 2e8 in 4.
+  constexpr int kMinQueries = 64;
+  constexpr double kMinFlops = 2e8;
+  const AttentionSizes& s = p.sizes;
+  return s.num_queries >= kMinQueries && 4.0 * static_cast<double>(s.batch) * s.num_heads *
+                                                 s.num_queries * s.num_keys * s.head_dim >=
+                                             kMinFlops;
+}
+
+int attention_forward_sm90_splits(const AttentionSizes& sizes, DType dtype, int num_sms) {
   // All times in microseconds on an H200.
-  constexpr double kFlopsPerSm = 4.5e6;     // a microsecond, at the rate the kernel reaches
+  const bool is_tf32 = dtype == DType::kTF32;
+  const double kFlopsPerSm = is_tf32 ? 2.2e6 : 4.5e6;  // a microsecond, at the kernel's rate
   constexpr double kBytesPerSm = 30e3;      // a microsecond, when every multiprocessor reads
   constexpr double kItemOverhead = 2.0;     // filling the pipeline, writing the result
   constexpr double kCombineOverhead = 2.0;  // a second launch
   constexpr int kMaxSplits = 64;
 
-  const Sm90ForwardTile tile = sm90_forward_tile(sizes.head_dim, sizes.num_queries);
+  const Sm90ForwardTile tile = sm90_forward_tile(dtype, sizes.head_dim, sizes.num_queries);
   const int64_t query_tiles = std::max<int64_t>(
       1, sizes.batch * sizes.num_heads * tiles_of(sizes.num_queries, tile.queries));
   const int64_t key_tiles = tiles_of(sizes.num_keys, tile.keys);
   const double multiply_time =
       4.0 * tile.queries * tile.keys * std::max(sizes.head_dim, 32) / kFlopsPerSm;
   // A query tile alone with its keys reads them from memory; several share them through L2.
-  const double load_time =
-      sizes.num_queries <= tile.queries ? 4.0 * tile.keys * sizes.head_dim / kBytesPerSm : 0.0;
+  const double tile_bytes = (is_tf32 ? 8.0 : 4.0) * tile.keys * sizes.head_dim;
+  const double load_time = sizes.num_queries <= tile.queries ? tile_bytes / kBytesPerSm : 0.0;
   const double tile_time = std::max(multiply_time, load_time);
   const double partial_bytes = 2.0 * sizeof(float) * static_cast<double>(sizes.batch) *
                                sizes.num_heads * sizes.num_queries * sizes.head_dim;
@@ -83,6 +112,12 @@ void run_attention_forward_sm90(const AttentionForwardParams& params, cudaStream
   if (sizes.batch == 0 || sizes.num_queries == 0 || sizes.num_heads == 0) return;
   if (const char* obstacle = attention_forward_sm90_obstacle(params)) {
     throw std::runtime_error(std::string("fused_rope_xattn: ") + obstacle);
+  }
+  if (params.dtype == DType::kTF32) {
+    transpose_values(params, stream);
+    if (sizes.head_dim <= 32) return attention_forward_tf32_sm90_d32(params, stream);
+    if (sizes.head_dim <= 64) return attention_forward_tf32_sm90_d64(params, stream);
+    return attention_forward_tf32_sm90_d128(params, stream);
   }
   if (sizes.head_dim <= 32) return attention_forward_sm90_d32(params, stream);
   if (sizes.head_dim <= 64) return attention_forward_sm90_d64(params, stream);

@@ -6,8 +6,10 @@
 #include <algorithm>
 #include <string>
 #include <tuple>
+#include <utility>
 
 #include "attention_sm90.h"
+#include "attention_tf32_sm90.h"
 #include "device.h"
 #include "entry.h"
 #include "plan.h"
@@ -47,7 +49,11 @@ std::tuple<Tensor, Tensor, Tensor> attend(const Tensor& q_any, const Tensor& k_a
   p.use_sm90 = plan.use_sm90;
   p.tile_queries = plan.tile.queries;
   p.num_splits = plan.num_splits;
-  OptionalTensor partial_o, partial_lse;
+  OptionalTensor partial_o, partial_lse, v_transposed;
+  if (plan.v_transposed_floats > 0) {
+    v_transposed = empty(q, {plan.v_transposed_floats}, ScalarType::Float);
+    p.v_transposed = data_as<float>(v_transposed);
+  }
   if (plan.num_splits > 1) {
     partial_o = empty(q, {plan.num_splits, batch, heads, queries, head_dim}, ScalarType::Float);
     partial_lse = empty(q, {plan.num_splits, batch, heads, queries}, ScalarType::Float);
@@ -81,13 +87,33 @@ std::tuple<Tensor, Tensor, Tensor> attention_forward_with_rest(
   return attend<false, true>(q, k, v, scores, tf32);
 }
 
+// The gradient of heads [B, T, H, D] before they were rotated, by a kernel of its own.
+Tensor turn_back(const Tensor& grad, const RotationParams& rotation) {
+  NormRopeParams p{};
+  static_cast<RotationParams&>(p) = rotation;
+  p.batch = grad.size(0);
+  p.num_tokens = grad.size(1);
+  p.num_heads = static_cast<int32_t>(grad.size(2));
+  p.head_dim = static_cast<int32_t>(grad.size(3));
+  Tensor dx = empty(grad, {p.batch, p.num_tokens, p.num_heads, p.head_dim}, grad.scalar_type());
+  p.input_dtype = p.output_dtype = dtype_of(grad.scalar_type());
+  p.grad = grad.data_ptr();
+  p.out = dx.data_ptr();
+  run_norm_rope_backward(p, current_stream(grad.get_device_index()));
+  return dx;
+}
+
 template <bool kPortable>
 std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
     Tensor dout_any, OptionalTensor dlse, Tensor q_any, Tensor k_any, Tensor v_any, Tensor o_any,
     Tensor lse, OptionalTensor attn_bias, OptionalTensor keep_mask, OptionalTensor key_keep,
     OptionalTensor kv_lengths, OptionalTensor seed, double scale, bool is_causal, double dropout_p,
     bool tf32, bool need_dq, bool need_dkv, bool need_dbias, bool deterministic,
-    OptionalTensor o_rest_any) {
+    OptionalTensor o_rest_any, OptionalTensor q_positions, OptionalTensor q_cos,
+    OptionalTensor q_sin, OptionalTensor k_positions, OptionalTensor k_cos, OptionalTensor k_sin,
+    int64_t q_rotary_dim, bool q_interleaved, int64_t q_axes, double q_rope_base, bool q_full_width,
+    int64_t k_rotary_dim, bool k_interleaved, int64_t k_axes, double k_rope_base,
+    bool k_full_width) {
   const DeviceGuard guard(q_any.get_device_index());
   const Tensor q = aligned(q_any), k = aligned(k_any), v = aligned(v_any);
   const Tensor o = aligned(o_any), dout = aligned(dout_any);
@@ -135,19 +161,40 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
   if (need_dbias && dbias.numel() > 0) p.dbias = scores_view(dbias);
   p.deterministic = deterministic;
 
+  // Rotations that a kernel of its own takes the gradients back through
+  RotationParams q_rotation{}, k_rotation{};
+  if (p.dq.data != nullptr) {
+    set_rotation(q_rotation, q_positions, q_cos, q_sin, q_rotary_dim, q_interleaved, q_axes,
+                 q_rope_base, q_full_width);
+  }
+  if (p.dk.data != nullptr) {
+    set_rotation(k_rotation, k_positions, k_cos, k_sin, k_rotary_dim, k_interleaved, k_axes,
+                 k_rope_base, k_full_width);
+  }
+
   const Gpu gpu = current_gpu();
-  OptionalTensor dq_parts;
+  OptionalTensor dq_parts, copies;
+  if (!kPortable && gpu.capability == 90 && attention_backward_tf32_sm90_pays(p)) {
+    p.use_sm90 = true;
+    p.weight_scale = nullptr;  // o is not rounded: delta needs no sums of rows
+    copies = empty(q, {tf32_backward_copies(p).floats}, ScalarType::Float);
+    p.copies = data_as<float>(copies);
+  }
   if (!kPortable && gpu.capability == 90 && attention_backward_sm90_supports(p)) {
     const Sm90BackwardPlan plan = plan_attention_backward_sm90(p, gpu.num_sms);
     p.use_sm90 = true;
     p.dq_with_dkv = plan.dq_with_dkv;
     p.num_splits = plan.num_splits;
+    if (backward_sm90_turns(q_rotation)) std::swap(p.q_rotation, q_rotation);
+    if (backward_sm90_turns_keys(p.sizes, k_rotation)) std::swap(p.k_rotation, k_rotation);
     if (plan.dq_parts_floats > 0) {
       dq_parts = empty(q, {plan.dq_parts_floats}, ScalarType::Float);
       p.dq_parts = data_as<float>(dq_parts);
     }
   }
   run_attention_backward(p, current_stream(q.get_device_index()));
+  if (q_rotation.rotary_dim > 0) dq = turn_back(dq, q_rotation);
+  if (k_rotation.rotary_dim > 0) dk = turn_back(dk, k_rotation);
   return {dq, dk, dv, dbias};
 }
 

@@ -30,6 +30,22 @@ struct ScoresView {
   int64_t key_stride;
 };
 
+enum class PositionType : int { kImplicit = 0, kInt32 = 1, kInt64 = 2, kFloat32 = 3, kFloat64 = 4 };
+
+// Which dims of a head rotate, and by which angles.
+struct RotationParams {
+  int32_t rotary_dim;  // R; 0 rotates nothing
+  int32_t axes;
+  bool interleaved;
+  bool full_width;
+  double log2_base;
+  PositionType position_type;
+  const void* positions;          // [B|1, T, axes]
+  int64_t position_batch_stride;  // 0 when shared
+  const float *cos, *sin;         // tables; null = angles from positions
+  int64_t table_batch_stride, table_head_stride, table_token_stride;
+};
+
 struct AttentionSizes {
   int64_t batch;
   int32_t num_queries;   // Tq
@@ -68,6 +84,7 @@ struct AttentionForwardParams {
 
   bool use_sm90;         // the Hopper kernel instead of the portable one (see plan.h)
   int32_t tile_queries;  // query rows a block of the portable kernel: 64 or 128
+  float* v_transposed;   // workspace of Hopper's TF32 kernel (see transpose_heads_sm90.h), or null
 
   // Keys split over blocks: partial results that a second kernel combines. Unused when num_splits
   // == 1.
@@ -91,9 +108,13 @@ struct AttentionBackwardParams {
   HeadsView dk, dv;     // [B, Tk, Hkv, D]; data == nullptr: not wanted
   ScoresView dbias;     // the bias's own sizes, contiguous; data == nullptr: not wanted
 
+  // Hopper only: dq and dk leave as gradients of the heads before this rotation.
+  RotationParams q_rotation, k_rotation;
+
   bool deterministic;  // the same bits every time: no atomic additions
 
   bool use_sm90;  // the Hopper kernels for dq, dk and dv instead of the portable ones
+  float* copies;  // their workspace in TF32 (see attention_tf32_sm90.h), or null
 
   // Hopper only. Either the kernel of dk and dv also adds up dq, atomically, or dq has a kernel of
   // its own, where num_splits blocks share the keys of a query. Parts of dq are then summed,
@@ -104,21 +125,6 @@ struct AttentionBackwardParams {
 };
 
 enum class NormKind : int { kNone = 0, kRms = 1, kLayer = 2 };
-enum class PositionType : int { kImplicit = 0, kInt32 = 1, kInt64 = 2, kFloat32 = 3, kFloat64 = 4 };
-
-// Which dims of a head rotate, and by which angles.
-struct RotationParams {
-  int32_t rotary_dim;  // R; 0 rotates nothing
-  int32_t axes;
-  bool interleaved;
-  bool full_width;
-  double log2_base;
-  PositionType position_type;
-  const void* positions;          // [B|1, T, axes]
-  int64_t position_batch_stride;  // 0 when shared
-  const float *cos, *sin;         // tables; null = angles from positions
-  int64_t table_batch_stride, table_head_stride, table_token_stride;
-};
 
 // Bias + norm + rotation of projected heads, and its adjoint.
 struct NormRopeParams : RotationParams {

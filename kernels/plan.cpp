@@ -4,6 +4,7 @@
 
 #include "attention_sm90.h"
 #include "mask.cuh"
+#include "transpose_heads_sm90.h"
 
 namespace frx {
 
@@ -22,9 +23,15 @@ int padded_head_dim(int head_dim) {
 
 ForwardPlan plan_attention_forward(const AttentionForwardParams& params, const Gpu& gpu) {
   const AttentionSizes& sizes = params.sizes;
-  if (gpu.capability == 90 && attention_forward_sm90_supports(params)) {
-    const Sm90ForwardTile tile = sm90_forward_tile(sizes.head_dim, sizes.num_queries);
-    return {true, {tile.queries, tile.keys}, attention_forward_sm90_splits(sizes, gpu.num_sms)};
+  if (gpu.capability == 90 && attention_forward_sm90_supports(params) &&
+      attention_forward_sm90_pays(params)) {
+    const Sm90ForwardTile tile = sm90_forward_tile(params.dtype, sizes.head_dim, sizes.num_queries);
+    const int splits = attention_forward_sm90_splits(sizes, params.dtype, gpu.num_sms);
+    const int64_t v_transposed =
+        params.dtype == DType::kTF32
+            ? transposed_floats(sizes.batch, sizes.num_keys, sizes.num_kv_heads, sizes.head_dim)
+            : 0;
+    return {true, {tile.queries, tile.keys}, splits, v_transposed};
   }
 
   const int padded = padded_head_dim(sizes.head_dim);
@@ -41,7 +48,7 @@ ForwardPlan plan_attention_forward(const AttentionForwardParams& params, const G
   const int64_t blocks = std::max<int64_t>(1, heads * ceil_div(sizes.num_queries, tile_queries));
   const int64_t possible = std::clamp(ceil_div(sizes.num_keys, tile_keys) / 4, 1, 64);
   const int64_t splits = std::clamp<int64_t>(2 * gpu.num_sms / blocks, 1, possible);
-  return {false, {tile_queries, tile_keys}, static_cast<int>(splits)};
+  return {false, {tile_queries, tile_keys}, static_cast<int>(splits), 0};
 }
 
 }  // namespace frx

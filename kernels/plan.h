@@ -22,7 +22,8 @@ struct ForwardTile {
 struct ForwardPlan {
   bool use_sm90;  // Hopper's warp-specialised kernel
   ForwardTile tile;
-  int num_splits;  // blocks that share the keys of one query tile
+  int num_splits;               // blocks that share the keys of one query tile
+  int64_t v_transposed_floats;  // workspace; 0: none
 };
 
 // Head dims are padded to the next of 32, 64, 128, 256 in shared memory and registers.

@@ -12,6 +12,7 @@
 #include "params.h"
 #include "scores.cuh"
 #include "storage.cuh"
+#include "tf32.h"
 
 namespace frx {
 
@@ -96,16 +97,49 @@ __device__ __forceinline__ uint32_t pack(float low, float high) {
   }
 }
 
-template <class Element, int kCount>
-__device__ __forceinline__ void pack_weights(uint32_t (&p)[kCount / 2], const float (&s)[kCount]) {
-#pragma unroll
-  for (int i = 0; i < kCount / 2; ++i) p[i] = pack<Element>(s[2 * i], s[2 * i + 1]);
+// One instruction, where rounding halves away from zero (mma.cuh) takes three.
+__device__ __forceinline__ uint32_t nearest_tf32(float x) {
+  uint32_t bits;
+  asm("cvt.rn.tf32.f32 %0, %1;" : "=r"(bits) : "f"(x));
+  return bits;
 }
 
-// Packed weights become 0 where their bits (dropout_bits.cuh) say so: negative first, then clamped,
-// because the integer pipe has more to do than the one that multiplies.
+// Two weights a register; one in TF32.
+template <class Element, int kRegisters, int kCount>
+__device__ __forceinline__ void pack_weights(uint32_t (&p)[kRegisters], const float (&s)[kCount]) {
+  if constexpr (std::is_same_v<Element, Tf32>) {
+    static_assert(kRegisters == kCount);
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) p[i] = nearest_tf32(s[i]);
+  } else {
+    static_assert(kRegisters == kCount / 2);
+#pragma unroll
+    for (int i = 0; i < kCount / 2; ++i) p[i] = pack<Element>(s[2 * i], s[2 * i + 1]);
+  }
+}
+
+// TF32: sum of the weights as the values see them, this thread's columns only. Outputs divided by
+// it are means of the values: what all values share is not scaled by what rounding does to a sum,
+// an error that would be common to a whole row of the backward.
+template <int kCount>
+__device__ __forceinline__ void add_rounded_weights(float (&sum)[2], const uint32_t (&p)[kCount],
+                                                    const float (&correction)[2]) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    float even = 0, odd = 0;
+#pragma unroll
+    for (int i = 2 * r; i < kCount; i += 4) {
+      even += __uint_as_float(p[i]);
+      odd += __uint_as_float(p[i + 1]);
+    }
+    sum[r] = fmaf(sum[r], correction[r], even + odd);
+  }
+}
+
+// Pairs become 0 where their bits say so: negative first, then clamped, because the integer pipe
+// has more to do than the one that multiplies.
 template <class Element, int kCount, class Bits>
-__device__ __forceinline__ void drop_weights(uint32_t (&p)[kCount], const Bits& dropped) {
+__device__ __forceinline__ void drop_pairs(uint32_t (&p)[kCount], const Bits& dropped) {
   using Pair = std::conditional_t<std::is_same_v<Element, __half>, __half2, __nv_bfloat162>;
   const uint32_t one = pack<Element>(1.f, 1.f), minus_zero = 0x80008000u;
 #pragma unroll
@@ -115,6 +149,17 @@ __device__ __forceinline__ void drop_weights(uint32_t (&p)[kCount], const Bits& 
         __hfma2_relu(reinterpret_cast<const Pair&>(negated), reinterpret_cast<const Pair&>(one),
                      reinterpret_cast<const Pair&>(minus_zero));
     p[i] = reinterpret_cast<const uint32_t&>(clamped);
+  }
+}
+
+// Packed weights become 0 where their bits (dropout_bits.cuh) say so.
+template <class Element, int kCount, class Bits>
+__device__ __forceinline__ void drop_weights(uint32_t (&p)[kCount], const Bits& dropped) {
+  if constexpr (std::is_same_v<Element, Tf32>) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) p[i] = dropped.is_dropped(i / 2, i % 2) ? 0 : p[i];
+  } else {
+    drop_pairs<Element>(p, dropped);
   }
 }
 
@@ -144,14 +189,40 @@ __device__ __forceinline__ uint4 transpose_quad(const uint32_t (&x)[4], int t) {
 template <class Element, int kCount>
 __device__ __forceinline__ void subtract_rounded(float (&o)[kCount]) {
 #pragma unroll
-  for (int i = 0; i < kCount; ++i) o[i] -= to_float(from_float<Element>(o[i]));
+  for (int i = 0; i < kCount; ++i) {
+    if constexpr (std::is_same_v<Element, Tf32>) {
+      o[i] = 0.f;
+    } else {
+      o[i] -= to_float(from_float<Element>(o[i]));
+    }
+  }
+}
+
+// x into rows `row` and `row` + 8 of `out`, 8 bytes a lane.
+template <int kCount>
+__device__ __forceinline__ void store_fp32_rows(float* out, int64_t stride,
+                                                const float (&x)[kCount], int row, int num_rows,
+                                                int head_dim, int t) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    if (row + 8 * r >= num_rows) continue;
+#pragma unroll
+    for (int i = 0; i < kCount; i += 4) {
+      const int dim = 2 * i + 2 * t;
+      if (dim < head_dim) {
+        *reinterpret_cast<float2*>(out + (row + 8 * r) * stride + dim) =
+            make_float2(x[i + 2 * r], x[i + 2 * r + 1]);
+      }
+    }
+  }
 }
 
 // o in the view [B, Tq, H, D], rows query and query + 8, 16 bytes a lane.
 template <class Element, int kCount>
-__device__ __forceinline__ void store_output(const HeadsView& view, const AttentionSizes& sizes,
-                                             const float (&o)[kCount], int batch, int head,
-                                             int query, int t) {
+__device__ __forceinline__ void store_half_output(const HeadsView& view,
+                                                  const AttentionSizes& sizes,
+                                                  const float (&o)[kCount], int batch, int head,
+                                                  int query, int t) {
   Element* out =
       static_cast<Element*>(view.data) + batch * view.batch_stride + head * view.head_stride;
 #pragma unroll
@@ -172,24 +243,28 @@ __device__ __forceinline__ void store_output(const HeadsView& view, const Attent
   }
 }
 
+// o in the view [B, Tq, H, D], rows query and query + 8.
+template <class Element, int kCount>
+__device__ __forceinline__ void store_output(const HeadsView& view, const AttentionSizes& sizes,
+                                             const float (&o)[kCount], int batch, int head,
+                                             int query, int t) {
+  if constexpr (std::is_same_v<Element, Tf32>) {
+    float* out =
+        static_cast<float*>(view.data) + batch * view.batch_stride + head * view.head_stride;
+    store_fp32_rows(out, view.token_stride, o, query, sizes.num_queries, sizes.head_dim, t);
+  } else {
+    store_half_output<Element>(view, sizes, o, batch, head, query, t);
+  }
+}
+
 // partial_o [num_splits, B, H, Tq, D] in fp32.
 template <int kCount>
 __device__ __forceinline__ void store_partial(const AttentionForwardParams& p,
                                               const float (&o)[kCount], int64_t first_row,
                                               int query, int t) {
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    const int row = query + 8 * r;
-    if (row >= p.sizes.num_queries) continue;
-    float* out = p.partial_o + (first_row + row) * p.sizes.head_dim;
-#pragma unroll
-    for (int i = 0; i < kCount; i += 4) {
-      const int dim = 2 * i + 2 * t;
-      if (dim < p.sizes.head_dim) {
-        *reinterpret_cast<float2*>(out + dim) = make_float2(o[i + 2 * r], o[i + 2 * r + 1]);
-      }
-    }
-  }
+  const int head_dim = p.sizes.head_dim;
+  store_fp32_rows(p.partial_o + first_row * head_dim, head_dim, o, query, p.sizes.num_queries,
+                  head_dim, t);
 }
 
 }  // namespace frx

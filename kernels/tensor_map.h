@@ -10,11 +10,12 @@
 namespace frx {
 
 // Whether the copy engine can read the view: 16-byte aligned rows, strides in its range.
-bool is_tensor_map_possible(const HeadsView& view, int64_t batch, int num_tokens, int num_heads);
+bool is_tensor_map_possible(const HeadsView& view, int64_t batch, int num_tokens, int num_heads,
+                            int element_bytes = 2);
 
 // Map of a [B, T, H, D] view with coordinates (d, t, h, b). One copy brings [box_tokens, box_dims]
-// of one head, box_dims * 2 bytes a row (64 or 128), swizzled over a row's width; whatever lies
-// outside the tensor arrives as zeros.
+// of one head, 64 or 128 bytes a row, swizzled over a row's width; whatever lies outside the tensor
+// arrives as zeros. kTF32: every number arrives rounded to the nearest of TF32.
 CUtensorMap make_heads_map(const HeadsView& view, DType dtype, int64_t batch, int num_tokens,
                            int num_heads, int head_dim, int box_dims, int box_tokens);
 

@@ -1,9 +1,13 @@
-// wgmma: one warpgroup multiplies [64, 16] x [16, N] of bf16 or fp16 into fp32 registers.
+// wgmma: one warpgroup multiplies [64, 16] x [16, N] of bf16 or fp16, or [64, 8] x [8, N] of TF32,
+// into fp32 registers. Either way a step in k is 32 bytes.
 //
 // Fragments, for lane l of warp w (0-3) of the warpgroup, with g = l / 4 and t = l % 4:
 //   accumulator d[4n + 2i + e] is row 16w + g + 8i, column 8n + 2t + e
 //   register operand a[2n + i] packs columns 8n + 2t, 8n + 2t + 1 of row 16w + g + 8i
-// so the accumulators of 16 columns, packed in pairs, are the register operand of 16 k values.
+//   register operand a[2e + i] in TF32 is column t + 4e of row 16w + g + 8i
+// so the accumulators of 16 columns, packed in pairs, are the register operand of 16 k values. In
+// TF32 the accumulators of 8 columns are that of 8, if column 2t + e of the one is k = t + 4e of
+// the other: the second operand then has its k in that order too (tf32.h).
 #pragma once
 
 #include <cuda_bf16.h>
@@ -11,6 +15,8 @@
 
 #include <cstdint>
 #include <type_traits>
+
+#include "tf32.h"
 
 namespace frx {
 
@@ -80,6 +86,7 @@ __device__ __forceinline__ SmemDescriptor swizzled_descriptor(uint32_t address,
 // Wgmma<Element, N>::ss(d, a, b, accumulate): d = a b^T (+ d), both operands with k contiguous;
 //                   ss<true>(...):            d = a b (+ d), with n contiguous in b.
 // Wgmma<Element, N>::rs(d, a0..a3, b):        d += a b, with n contiguous in b.
+// In TF32 k is contiguous in b always: there is no ss<true>, and rs adds a b^T.
 template <class Element, int kColumns>
 struct Wgmma;
 
@@ -138,6 +145,28 @@ struct Wgmma;
 #define FRX_WGMMA_TYPES(...) \
   FRX_WGMMA(__nv_bfloat16, "bf16", __VA_ARGS__) FRX_WGMMA(__half, "f16", __VA_ARGS__)
 
+#define FRX_WGMMA_TF32(N, COUNT, I0, I1, I2, I3, I4) \
+  template <> \
+  struct Wgmma<Tf32, N> { \
+    static __device__ __forceinline__ void ss(float (&d)[COUNT], SmemDescriptor a, \
+                                              SmemDescriptor b, bool accumulate) { \
+      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #I2 ", 0;\n" \
+                   "wgmma.mma_async.sync.aligned.m64n" #N "k8.f32.tf32.tf32" \
+                   " {" FRX_T##COUNT "}, %" #I0 ", %" #I1 ", p, 1, 1;\n}" \
+                   : FRX_D##COUNT \
+                   : "l"(a.bits()), "l"(b.bits()), "r"(static_cast<int>(accumulate))); \
+    } \
+    static __device__ __forceinline__ void rs(float (&d)[COUNT], uint32_t a0, uint32_t a1, \
+                                              uint32_t a2, uint32_t a3, SmemDescriptor b) { \
+      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, 1, 0;\n" \
+                   "wgmma.mma_async.sync.aligned.m64n" #N "k8.f32.tf32.tf32" \
+                   " {" FRX_T##COUNT "}, {%" #I0 ", %" #I1 ", %" #I2 ", %" #I3 "}, %" #I4 \
+                   ", p, 1, 1;\n}" \
+                   : FRX_D##COUNT \
+                   : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b.bits())); \
+    } \
+  };
+
 FRX_WGMMA_TYPES(32, 16, 16, 17, 18, 19, 20)
 FRX_WGMMA_TYPES(64, 32, 32, 33, 34, 35, 36)
 FRX_WGMMA_TYPES(80, 40, 40, 41, 42, 43, 44)
@@ -146,8 +175,14 @@ FRX_WGMMA_TYPES(128, 64, 64, 65, 66, 67, 68)
 FRX_WGMMA_TYPES(160, 80, 80, 81, 82, 83, 84)
 FRX_WGMMA_TYPES(176, 88, 88, 89, 90, 91, 92)
 FRX_WGMMA_TYPES(256, 128, 128, 129, 130, 131, 132)
+
+FRX_WGMMA_TF32(32, 16, 16, 17, 18, 19, 20)
+FRX_WGMMA_TF32(64, 32, 32, 33, 34, 35, 36)
+FRX_WGMMA_TF32(96, 48, 48, 49, 50, 51, 52)
+FRX_WGMMA_TF32(128, 64, 64, 65, 66, 67, 68)
 // clang-format on
 
+#undef FRX_WGMMA_TF32
 #undef FRX_WGMMA_TYPES
 #undef FRX_WGMMA
 #undef FRX_D8

@@ -45,7 +45,7 @@ def plain_norm_rope(
         return x
     positions, cos, sin = tensors
     if cos is None or sin is None:
-        counted = torch.arange(x.shape[1])[None, :, None]
+        counted = torch.arange(x.shape[1], device=x.device)[None, :, None]
         angles = plain_angles(spec, counted if positions is None else positions)[:, None]
         cos, sin = angles.cos(), angles.sin()
     columns = list(x.unbind(-1))

@@ -224,7 +224,9 @@ def verdicts(
         draws += 1
     factor = (MEAN_FACTOR if yardstick == "composite" else EAGER_MEAN_FACTOR)[case.dtype]
     found = {key: t.judge(factor) for key, t in tallies.items()}
-    doubted = [key for key, t in tallies.items() if t.is_small and not t.fault and not found[key].ok]
+    doubted = [
+        key for key, t in tallies.items() if t.is_small and not t.fault and not found[key].ok
+    ]
     if doubted:
         again: dict[str, Tally] = {}
         for i in range(draws, (1 + CONFIRMATION) * draws):
