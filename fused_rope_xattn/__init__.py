@@ -10,6 +10,7 @@ from .module import FusedRoPECrossAttention
 from .norm import Norm
 from .planner import Plan, plan
 from .rope import RoPE, RotaryTable
+from .sharded_keys import cross_attention_sharded_keys, merge_partial
 from .swap import swap_cross_attention
 
 try:
@@ -28,7 +29,9 @@ __all__ = [
     "__version__",
     "build_info",
     "cross_attention",
+    "cross_attention_sharded_keys",
     "is_available",
+    "merge_partial",
     "plan",
     "project_kv",
     "swap_cross_attention",

@@ -1,4 +1,4 @@
-"""python -m fused_rope_xattn {info,plan,selftest,bench,demo}"""
+"""python -m fused_rope_xattn {info,plan,selftest,bench,fuzz,demo}"""
 
 from __future__ import annotations
 
@@ -6,9 +6,16 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from .commands import bench, demo, info, plan, selftest
+from .commands import bench, demo, fuzz, info, plan, selftest
 
-COMMANDS = {"info": info, "plan": plan, "selftest": selftest, "bench": bench, "demo": demo}
+COMMANDS = {
+    "info": info,
+    "plan": plan,
+    "selftest": selftest,
+    "bench": bench,
+    "fuzz": fuzz,
+    "demo": demo,
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,28 +25,11 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 from fused_rope_xattn import FusedRoPECrossAttention, cross_attention
+from processes import WORLD, assert_same, in_two_processes
 
 pytestmark = pytest.mark.slow
 
-WORLD = 2
 DIM, HEADS = 32, 4
-
-
-def in_two_processes(work: Callable[..., None], tmp_path: Path, *args: Any) -> None:
-    """``work(rank, *args)`` in each of them; what one raises fails the test."""
-    torch.multiprocessing.spawn(
-        _process, (str(tmp_path / "store"), work, args), nprocs=WORLD, join=True
-    )
-
-
-def _process(rank: int, store: str, work: Callable[..., None], args: tuple[Any, ...]) -> None:
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD)
-    try:
-        work(rank, *args)
-    finally:
-        dist.destroy_process_group()
 
 
 def build(**options: Any) -> FusedRoPECrossAttention:
@@ -68,14 +49,6 @@ def part(x: Tensor, rank: int) -> Tensor:
 
 def loss_of(y: Tensor, goal: Tensor) -> Tensor:
     return (y - goal).square().mean()
-
-
-def whole(x: Any) -> Tensor:
-    return x.full_tensor() if isinstance(x, DTensor) else x
-
-
-def assert_same(got: Any, want: Tensor, name: str = "") -> None:
-    torch.testing.assert_close(whole(got), want, rtol=1e-4, atol=1e-6, msg=lambda m: f"{name}: {m}")
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
