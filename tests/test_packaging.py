@@ -183,6 +183,45 @@ def test_spills_in_a_build_log_are_found() -> None:
     assert list(check("")) == ["shows no kernel: it is not the log of a full build"]
 
 
+def test_symbols_newer_than_the_tag_are_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check = CHECK_WHEEL["check_glibc"]
+    symbols = "U exp2@GLIBC_2.29\nU dlsym@GLIBC_2.34\nU memcpy@GLIBC_2.14\nU f@GLIBCXX_3.4.30\n"
+    monkeypatch.setitem(check.__globals__, "run", lambda *command: symbols)
+
+    def problems(tag: str) -> list[str]:
+        return list(check(tmp_path / f"p-1-cp310-abi3-{tag}_x86_64.whl", tmp_path / "_C.abi3.so"))
+
+    assert problems("manylinux_2_34") == problems("linux") == []
+    assert problems("manylinux_2_28") == ["needs glibc 2.34, newer than its tag says"]
+    assert problems("manylinux_2_28_x86_64.manylinux_2_34") != []
+
+
+def test_steps_of_workflows_are_scripts_and_actions_are_pinned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checks = runpy.run_path(str(ROOT / ".ci/check_workflows.py"))
+    for workflow in checks["WORKFLOWS"]:
+        assert list(checks["problems_of"](workflow)) == [], workflow.name
+    commit, start = "0" * 40, "permissions:\n  contents: read\n"
+    for wrong in (
+        "uses: actions/checkout@v7",
+        f"uses: actions/checkout@{commit}",
+        f"uses: actions/checkout@{commit[:-1]} # v7.0.1",
+        "run: pip install torch",
+        "run: make no-such-target",
+        "run: .ci/no-such-script",
+        "run: make test TITLE=${{ github.event.pull_request.title }}",
+    ):
+        (tmp_path / "w.yml").write_text(f"{start}steps:\n  - {wrong}\n")
+        assert len(list(checks["problems_of"](tmp_path / "w.yml"))) == 1, wrong
+    (tmp_path / "w.yml").write_text(
+        f"{start}steps:\n  - uses: a/b@{commit} # v7.0.1\n  - run: make test\n  - run: .ci/run\n"
+    )
+    assert list(checks["problems_of"](tmp_path / "w.yml")) == []
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("environment", "tag", "message"),

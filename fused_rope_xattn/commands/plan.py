@@ -6,7 +6,7 @@ import argparse
 
 from .. import plan
 from ..planner import GPU
-from ._call import meta_call
+from ._call import planned_call
 from ._sizes import add_size_arguments, case_from
 
 HELP = "say which path and kernels a problem takes, and why"
@@ -32,8 +32,8 @@ def run(args: argparse.Namespace) -> int:
         if not (major.isdigit() and minor.isdigit()):
             raise SystemExit(f"--capability: want a number like 9.0, got {args.capability}")
         gpu = GPU(f"GPU of capability {args.capability}", (int(major), int(minor)), args.sms)
-    call_args, call_kwargs = meta_call(case_from(args))
     try:
+        call_args, call_kwargs = planned_call(case_from(args))
         print(f"{gpu.name}: {plan(*call_args, **call_kwargs, path=args.path, gpu=gpu)}")
     except (TypeError, ValueError) as error:
         raise SystemExit(str(error)) from error

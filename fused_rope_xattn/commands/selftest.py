@@ -3,34 +3,28 @@
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
-import re
+import math
 import subprocess
 import sys
 import tempfile
-import time
-import xml.etree.ElementTree as ElementTree
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-import fused_rope_xattn
-
-from ..verify.bench import OURS, accuracy, error_share, lines_of
+from ..verify import outcomes
+from ..verify.bench import OURS, Protocol, accuracy, lines_of
 from ..verify.cases import NAMED, ROWS
-from ..verify.source_hash import source_hash
-from ._call import why_not
+from ..verify.environment import why_not
+from ..verify.record import merge_rows, merge_section, read_section
+from ..verify.timing import Deadline
 from ._extras import need
-from ._tables import console, speed_table
-from .bench import fresh_seed, measure_all, progress, rows_for
-from .info import environment
-
-if TYPE_CHECKING:
-    from rich.table import Table
+from ._screen import console, progress
+from ._speed import fresh_seed, measure_all, rows_for
+from ._tables import accuracy_table, speed_table
 
 HELP = "check accuracy and speed on this machine"
+PARTS = ("accuracy", "speed", "tests")
 
 CHECKED = (
     "odd_sizes", "head_dim_72", "head_dim_256", "grouped", "causal_mask_bias", "no_out",
@@ -47,13 +41,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seed", type=int, help="of the random inputs (default: another each run)")
     parser.add_argument(
-        "--record",
-        type=Path,
-        metavar="FILE",
-        help="measure every row and write a verification file (a folder: named after the GPU)",
+        "--only",
+        type=_parts,
+        metavar="PART,...",
+        help=f"of {', '.join(PARTS)} (default: accuracy, speed, and tests where --tests is given)",
     )
     parser.add_argument(
-        "--tests", type=Path, metavar="DIR", help="with --record: also run the GPU tests of DIR"
+        "--record",
+        type=Path,
+        metavar="DIR",
+        help="measure every row, and put each part into DIR's verification file of this GPU",
+    )
+    parser.add_argument(
+        "--tests",
+        type=Path,
+        nargs="+",
+        metavar="PATH",
+        help="also run the GPU tests of these folders or files; needs pytest",
     )
     parser.add_argument(
         "--compile",
@@ -61,35 +65,76 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="all",
         help="with --record: which eager blocks torch.compile gets too (each takes a while)",
     )
+    parser.add_argument(
+        "--time-limit",
+        type=float,
+        metavar="SECONDS",
+        help="start no further row or test after this; what was not reached is named",
+    )
+
+
+def _parts(text: str) -> tuple[str, ...]:
+    parts = tuple(text.split(","))
+    unknown = [part for part in parts if part not in PARTS]
+    if unknown:
+        raise argparse.ArgumentTypeError(f"unknown: {', '.join(unknown)}")
+    return parts
 
 
 def run(args: argparse.Namespace) -> int:
     need("bench", "numpy", "rich")
-    screen = console()
-    device = torch.device(args.device)
+    parts = args.only or (PARTS if args.tests else PARTS[:2])
+    if "tests" in parts and not args.tests:
+        raise SystemExit("--only tests needs --tests PATH")
+    deadline = Deadline(args.time_limit)
     seed = fresh_seed() if args.seed is None else args.seed
-    checks = check_accuracy(device, seed)
-    screen.print(_accuracy_table(checks))
+    fine = True
+    if "accuracy" in parts:
+        fine &= _accuracy_part(args, seed)
+    if "speed" in parts:
+        fine &= _speed_part(args, seed, deadline)
+    if "tests" in parts:
+        fine &= _tests_part(args, deadline)
+    return 0 if fine else 1
+
+
+def _accuracy_part(args: argparse.Namespace, seed: int) -> bool:
+    checks = check_accuracy(torch.device(args.device), seed)
+    console().print(accuracy_table(checks))
     failed = [c for c in checks if not all(e["ok"] for e in c["errors"])]
     for check in failed:
         _explain(check)
+    if args.record:
+        merge_section(args.record, "accuracy", {"seed": seed, "checks": checks})
+    return not failed
 
+
+def _speed_part(args: argparse.Namespace, seed: int, deadline: Deadline) -> bool:
+    device = torch.device(args.device)
     cases = rows_for(device) if args.record else [ROWS[name] for name in QUICK_ROWS]
-    compile = args.compile if args.record else "none"
-    rows = measure_all(cases, device, compile=compile, seed=seed)
-    screen.print(speed_table(line for row in rows for line in lines_of(row)))
+    protocol = Protocol(compile=args.compile if args.record else "none")
+    rows = measure_all(cases, device, protocol=protocol, seed=seed, deadline=deadline)
+    console().print(speed_table(line for row in rows for line in lines_of(row)))
     slow = _too_slow(rows) if device.type == "cuda" else []
     for complaint in slow:
         print(complaint)
-
-    tests_failed = False
     if args.record:
-        write_record(args.record, device, seed, checks, rows, tests=None)
-        if args.tests:
-            tests = run_tests(args.tests)
-            tests_failed = bool(tests["failed"])
-            write_record(args.record, device, seed, checks, rows, tests)
-    return int(bool(failed or slow or tests_failed))
+        merge_rows(args.record, "speed", rows)
+    return not slow
+
+
+def _tests_part(args: argparse.Namespace, deadline: Deadline) -> bool:
+    rows, unfinished = run_tests(args.tests, deadline)
+    counts = outcomes.totals(rows)
+    print(", ".join(f"{counts[kind]} {kind}" for kind in outcomes.KINDS))
+    if unfinished:
+        print(f"Not finished: {' '.join(unfinished)}")
+    if args.record:
+        before = read_section(args.record, "tests") or {"unfinished": []}
+        finished = {row["name"] for row in rows}
+        left = sorted({*before["unfinished"], *unfinished} - finished)
+        merge_rows(args.record, "tests", rows, unfinished=left)
+    return not (counts["failed"] or unfinished)
 
 
 def check_accuracy(device: torch.device, seed: int) -> list[dict[str, Any]]:
@@ -113,90 +158,21 @@ def check_accuracy(device: torch.device, seed: int) -> list[dict[str, Any]]:
     return checks
 
 
-def run_tests(folder: Path) -> dict[str, Any]:
-    """Run the tests marked ``gpu`` in a process of their own and count the outcomes."""
-    with tempfile.TemporaryDirectory() as scratch:
-        report = Path(scratch) / "report.xml"
-        command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", f"--junitxml={report}"]
-        started = time.perf_counter()
-        subprocess.run([*command, str(folder)], check=False)
-        if not report.exists():
-            raise SystemExit(f"pytest wrote no report for {folder}; its output is above")
-        suite = next(ElementTree.parse(report).getroot().iter("testsuite"))
-    count = {name: int(suite.get(name, 0)) for name in ("tests", "failures", "errors", "skipped")}
-    broken = count["failures"] + count["errors"]
-    return {
-        "passed": count["tests"] - broken - count["skipped"],
-        "failed": broken,
-        "skipped": count["skipped"],
-        "seconds": round(time.perf_counter() - started, 1),
-    }
+def run_tests(paths: list[Path], deadline: Deadline) -> tuple[list[dict[str, Any]], list[str]]:
+    """Run the tests marked ``gpu`` in a process of their own.
 
-
-def write_record(
-    target: Path,
-    device: torch.device,
-    seed: int,
-    checks: list[dict[str, Any]],
-    rows: list[dict[str, Any]],
-    tests: dict[str, Any] | None,
-) -> None:
-    on_gpu = device.type == "cuda"
-    name = torch.cuda.get_device_name(device) if on_gpu else "CPU"
-    if target.is_dir():
-        target /= re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") + ".json"
-    record = {
-        "device": name,
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "kernel_source": kernel_source(),
-        "environment": environment(),
-        "seed": seed,
-        "tests": tests,
-        "accuracy": checks,
-        "bench": rows,
-    }
-    target.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    print(f"Recorded in {target}")
-
-
-def kernel_source() -> str | None:
-    """The hash of the kernel sources that the binary was built from; None without a binary.
-
-    In a checkout it must be that of the sources beside the package, else the record would speak for
-    code that did not run.
+    Counts of each test file that was finished, and the names of those that were not.
     """
-    built = fused_rope_xattn.build_info().get("kernel_hash")
-    folder = Path(fused_rope_xattn.__file__).parent.parent / "kernels"
-    if built is not None and folder.is_dir() and source_hash(folder) != built:
-        raise SystemExit(
-            f"The binary was built from other kernel sources ({built}) than {folder}"
-            f" ({source_hash(folder)}): build again, then record."
-        )
-    return built
-
-
-def _accuracy_table(checks: list[dict[str, Any]]) -> Table:
-    from rich.table import Table
-
-    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for check in checks:
-        groups.setdefault((check["dtype"], check["path"]), []).append(check)
-    table = Table(title="Accuracy against fp64, forward and gradients")
-    for heading in ("dtype", "path", "problems", "passed", "largest share of the allowed error"):
-        table.add_column(heading)
-    for (dtype, path), group in groups.items():
-        passed = sum(all(e["ok"] for e in check["errors"]) for check in group)
-        worst = max(group, key=lambda check: error_share(check["errors"]))
-        share = error_share(worst["errors"])
-        colour = "green" if passed == len(group) else "red"
-        table.add_row(
-            dtype,
-            path,
-            str(len(group)),
-            f"[{colour}]{passed}[/]",
-            f"{share:.2f} in {worst['case']}",
-        )
-    return table
+    with tempfile.TemporaryDirectory() as scratch:
+        report = Path(scratch) / "outcomes.jsonl"
+        command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", outcomes.__name__]
+        command += ["--outcomes", str(report), *map(str, paths)]
+        if deadline.left < math.inf:
+            command += ["--stop-after", str(max(0.0, deadline.left))]
+        subprocess.run(command, check=False)
+        if not report.exists():
+            raise SystemExit("pytest wrote no outcomes; what it printed is above")
+        return outcomes.summary(report)
 
 
 def _explain(check: dict[str, Any]) -> None:
@@ -213,6 +189,6 @@ def _too_slow(rows: list[dict[str, Any]]) -> list[str]:
             ours, eager = (timings.get(name, {}).get("us") for name in (OURS, "eager default"))
             if ours and eager and ours > SLOWEST * eager:
                 complaints.append(
-                    f"FAILED {row['case']['name']} {direction}: {ours:.1f} us, eager {eager:.1f} us"
+                    f"FAILED {row['name']} {direction}: {ours:.1f} us, eager {eager:.1f} us"
                 )
     return complaints

@@ -15,12 +15,28 @@ from fused_rope_xattn import cross_attention
 
 from .accuracy import tf32, verdicts
 from .case import Case, Inputs, draw_inputs
-from .peers import Leaves, Peer, eager_block, peers_of
-from .timing import call_time, wall_time
+from .peers import Leaves, Peer, peers_of
+from .timing import CALLS, LONG_CALLS, call_time, wall_time
 
 OURS = "fused_rope_xattn"
 # Two honest implementations of one formula differ by rounding, not by more than this share.
 SAME = 0.02
+
+
+class Protocol(NamedTuple):
+    """How times are taken."""
+
+    compile: str = "all"  # which eager blocks torch.compile gets too: all, the best of them, none
+    flush: bool = False  # the L2 cache ahead of every call
+
+    def __str__(self) -> str:
+        cache = "flushed ahead of every call" if self.flush else "as the call before left it"
+        return (
+            f"Medians of replays of CUDA graphs with {CALLS} calls each, {LONG_CALLS} of long ones"
+            f" (on a CPU: of calls in a row); random inputs; L2 cache {cache}; torch.compile:"
+            f" {self.compile}"
+        )
+
 
 Block = Callable[[Leaves], Tensor]
 Report = Callable[[str], None]
@@ -52,45 +68,42 @@ def passes_of(case: Case) -> tuple[str, ...]:
     return ("forward",) if case.projected else ("forward", "forward+backward")
 
 
-def steps_of(case: Case, compile: str) -> int:
+def steps_of(case: Case, protocol: Protocol) -> int:
     """How often ``measure`` reports."""
-    eager = len(peers_of(case, compile=False))
-    return 2 + eager + {"all": eager, "best": min(eager, 1), "none": 0}[compile]
+    eager, every = (len(peers_of(case, compile=c)) for c in (False, True))
+    compiled = every - eager
+    return 2 + eager + {"all": compiled, "best": min(compiled, 1), "none": 0}[protocol.compile]
 
 
 def measure(
-    case: Case, device: torch.device, *, compile: str, seed: int, report: Report
+    case: Case, device: torch.device, *, protocol: Protocol, seed: int, report: Report
 ) -> dict[str, Any]:
-    """Plain data about one problem; ``report`` is told what comes next.
-
-    ``compile``: which eager blocks ``torch.compile`` gets too: all, the best of them, or none.
-    """
+    """Plain data about one problem; ``report`` is told what comes next."""
     report(OURS)
-    inputs = draw_inputs(case, device, seed)
-    ours = _our_block(inputs)
+    bench = _Bench(draw_inputs(case, device, seed), device, protocol)
     passes: dict[str, dict[str, Any]] = {}
     with tf32(case.dtype == "tf32"):
         for direction in passes_of(case):
-            passes[direction] = {OURS: _timing(ours, inputs, direction, device)}
-        context = (inputs, ours, device, report)
-        _add_peers(passes, peers_of(case, compile=False), *context)
-        _add_peers(passes, _compiled_peers(case, compile, passes), *context)
+            passes[direction] = {OURS: bench.timing(bench.ours, direction)}
+        _add_peers(passes, peers_of(case, compile=False), bench, report)
+        _add_peers(passes, _compiled_peers(case, protocol.compile, passes), bench, report)
     report("accuracy")
-    del inputs, ours, context
-    return {"case": asdict(case), "passes": passes, "accuracy": accuracy(case, device, seed=seed)}
+    del bench
+    return {
+        "name": case.name,
+        "case": asdict(case),
+        "seed": seed,
+        "passes": passes,
+        "accuracy": accuracy(case, device, seed=seed),
+    }
 
 
 def _add_peers(
-    passes: dict[str, dict[str, Any]],
-    peers: list[Peer],
-    inputs: Inputs,
-    ours: Block,
-    device: torch.device,
-    report: Report,
+    passes: dict[str, dict[str, Any]], peers: list[Peer], bench: _Bench, report: Report
 ) -> None:
     for peer in peers:
         report(peer.name)
-        for direction, result in _peer_timings(peer, inputs, ours, device).items():
+        for direction, result in bench.peer_timings(peer).items():
             passes[direction][peer.name] = result
 
 
@@ -138,7 +151,7 @@ def lines_of(row: dict[str, Any]) -> list[Line]:
         best = min(peers, key=peers.__getitem__) if peers else None
         lines.append(
             Line(
-                row["case"]["name"],
+                row["name"],
                 direction,
                 timings[OURS]["us"],
                 best,
@@ -151,48 +164,65 @@ def lines_of(row: dict[str, Any]) -> list[Line]:
     return lines
 
 
-def _our_block(inputs: Inputs) -> Block:
+def our_block(inputs: Inputs, path: str = "auto") -> Block:
     def block(leaves: Leaves) -> Tensor:
         args, kwargs = inputs.call(leaves)
-        returned = cross_attention(*args, **kwargs)
+        returned = cross_attention(*args, **kwargs, path=path)
         y: Tensor = returned[0] if inputs.case.lse else returned
         return y
 
     return block
 
 
-def _peer_timings(
-    peer: Peer, inputs: Inputs, ours: Block, device: torch.device
-) -> dict[str, dict[str, Any]]:
-    """Timings of each pass, or the reason why there are none."""
-    results: dict[str, dict[str, Any]] = {}
-    with warnings.catch_warnings(), peer.active():
-        warnings.simplefilter("ignore")  # a backend that cannot run warns at length, then raises
-        block = peer.prepare(eager_block(inputs))
-        for direction in passes_of(inputs.case):
+class _Bench:
+    """The inputs of one problem, and how blocks are timed on them."""
+
+    def __init__(self, inputs: Inputs, device: torch.device, protocol: Protocol) -> None:
+        self.inputs, self.device, self.protocol = inputs, device, protocol
+        self.ours = our_block(inputs)
+
+    def timing(self, block: Block, direction: str) -> dict[str, Any]:
+        call = call_of(block, self.inputs, direction)
+        time = call_time(call, self.device, flush=self.protocol.flush)
+        wall = time if time.method == "wall" else wall_time(call, self.device)
+        return {**time._asdict(), "wall_us": wall.us}
+
+    def peer_timings(self, peer: Peer) -> dict[str, dict[str, Any]]:
+        """Timings of each pass, or the reason why there are none."""
+        directions = passes_of(self.inputs.case)
+        results: dict[str, dict[str, Any]] = {}
+        with warnings.catch_warnings(), peer.active():
+            # A backend that cannot run warns at length, then raises; others raise what they like.
+            warnings.simplefilter("ignore")
             try:
-                _check_same(block, ours, inputs)
-                results[direction] = _timing(block, inputs, direction, device)
-            except RuntimeError as error:
-                results[direction] = {"error": str(error).strip().split("\n", 1)[0]}
-    return results
+                block = peer.prepare(self.inputs)
+            except Exception as error:
+                return {direction: {"error": first_line(error)} for direction in directions}
+            for direction in directions:
+                try:
+                    self._check_same(block)
+                    results[direction] = self.timing(block, direction)
+                except Exception as error:
+                    results[direction] = {"error": first_line(error)}
+        return results
+
+    @torch.no_grad()
+    def _check_same(self, block: Block) -> None:
+        if self.inputs.case.dropout_p > 0:
+            return  # another mask
+        peer_y, our_y = (b(self.inputs.leaves).float() for b in (block, self.ours))
+        difference = float((peer_y - our_y).norm() / our_y.norm())
+        if not difference <= SAME:
+            raise RuntimeError(f"computes something else: relative difference {difference:.3g}")
 
 
-@torch.no_grad()
-def _check_same(block: Block, ours: Block, inputs: Inputs) -> None:
-    if inputs.case.dropout_p > 0:
-        return  # another mask
-    peer_y, our_y = block(inputs.leaves).float(), ours(inputs.leaves).float()
-    difference = float((peer_y - our_y).norm() / our_y.norm())
-    if not difference <= SAME:
-        raise RuntimeError(f"computes something else: relative difference {difference:.3g}")
+def first_line(error: Exception) -> str:
+    return str(error).strip().split("\n", 1)[0][:200] or type(error).__name__
 
 
-def _timing(block: Block, inputs: Inputs, direction: str, device: torch.device) -> dict[str, Any]:
-    call = _forward(block, inputs) if direction == "forward" else _training(block, inputs)
-    time = call_time(call, device)
-    wall = time if time.method == "wall" else wall_time(call, device)
-    return {**time._asdict(), "wall_us": wall.us}
+def call_of(block: Block, inputs: Inputs, direction: str) -> Callable[[], Any]:
+    """A pass of ``passes_of`` as a call without arguments."""
+    return _forward(block, inputs) if direction == "forward" else _training(block, inputs)
 
 
 def _forward(block: Block, inputs: Inputs) -> Callable[[], Tensor]:

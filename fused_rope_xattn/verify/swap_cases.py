@@ -32,6 +32,7 @@ class SwapCase:
 
     name: str
     build: Callable[..., Built]  # (device, dtype, **sizes)
+    small: dict[str, Any]  # sizes that a CPU gets through
     needs: str = ""  # the package it comes from, where that is not torch
     dtype: torch.dtype = torch.bfloat16
 
@@ -201,15 +202,21 @@ def _is_tokens(x: Any) -> bool:
     return isinstance(x, Tensor) and x.is_floating_point()
 
 
+_SMALL_SAM2 = {"side": 4, "memories": 2, "pointers": 3}
+_SMALL_CROCO = {"height": 3, "width": 4, "dim": 32, "heads": 2}
+_SMALL_DECODER = {"batch": 2, "queries": 5, "keys": 7, "dim": 32, "heads": 4}
+_SMALL_LTX2 = {"video": 12, "audio": 5, "video_dim": 32, "audio_dim": 16, "heads": 4, "head_dim": 8}
+_NARROW = {"width": 32, "memory_width": 16}
+
 SWAP_CASES: dict[str, SwapCase] = {
     case.name: case
     for case in (
-        SwapCase("sam2_attention", sam2_attention),
-        SwapCase("sam2_layer", sam2_layer),
-        SwapCase("mast3r_block", mast3r_block),
-        SwapCase("mast3r_block_sdpa", mast3r_block_sdpa),
-        SwapCase("decoder_layer", decoder_layer),
-        SwapCase("ltx2_pair", ltx2_pair, "diffusers"),
-        SwapCase("sam2_transformers", sam2_transformers, "transformers"),
+        SwapCase("sam2_attention", sam2_attention, _SMALL_SAM2 | _NARROW),
+        SwapCase("sam2_layer", sam2_layer, _SMALL_SAM2 | _NARROW),
+        SwapCase("mast3r_block", mast3r_block, _SMALL_CROCO),
+        SwapCase("mast3r_block_sdpa", mast3r_block_sdpa, _SMALL_CROCO),
+        SwapCase("decoder_layer", decoder_layer, _SMALL_DECODER),
+        SwapCase("ltx2_pair", ltx2_pair, _SMALL_LTX2, "diffusers"),
+        SwapCase("sam2_transformers", sam2_transformers, _SMALL_SAM2, "transformers"),
     )
 }

@@ -1,11 +1,14 @@
 """Time of one call: medians of CUDA-graph replays, and the wall time that a caller sees.
 
 A graph that holds a single kernel costs about 4 us of its own on an H200, so that short calls are
-only seen right with many of them in one graph: the replay's time over their number.
+only seen right with many of them in one graph: the replay's time over their number. Each call then
+finds in the L2 cache what the one before it left there. With ``flush`` something larger than the
+cache is written ahead of every call, and the time of the same graph without the calls taken off.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -17,11 +20,35 @@ CALLS = 20  # calls a graph, or a sample of wall time
 LONG_CALLS = 5  # the same, for calls of LONG_US or more
 LONG_US = 1000.0
 
-WARM_UP_S = 0.1  # brings the clocks up
-SAMPLING_S = 0.3
 MIN_SAMPLES, MAX_SAMPLES = 11, 201
 
 Call = Callable[[], Any]
+
+
+class Effort(NamedTuple):
+    """Seconds spent on one timing."""
+
+    warm_up: float  # brings the clocks up
+    sampling: float
+
+
+FULL, BRIEF = Effort(0.1, 0.3), Effort(0.02, 0.06)
+
+
+class Deadline:
+    """Until when a command may start something new; without a limit, for ever."""
+
+    def __init__(self, limit_s: float | None) -> None:
+        self.end = math.inf if limit_s is None else time.perf_counter() + limit_s
+
+    @property
+    def left(self) -> float:
+        """Seconds."""
+        return self.end - time.perf_counter()
+
+    @property
+    def passed(self) -> bool:
+        return self.left <= 0
 
 
 class Timing(NamedTuple):
@@ -33,28 +60,53 @@ class Timing(NamedTuple):
     samples: int
     calls: int  # in each sample
     method: str  # "graph" (replays) | "events" (eager calls, GPU clock) | "wall" (host clock)
+    flushed: bool = False  # whether a call finds nothing in the L2 cache
 
 
-def call_time(call: Call, device: torch.device) -> Timing:
-    """Time the device spends on ``call``; on a CPU the wall time.
+def call_time(
+    call: Call, device: torch.device, *, effort: Effort = FULL, flush: bool = False
+) -> Timing:
+    """Time the device spends on ``call``; on a CPU the wall time, where nothing is flushed.
 
     ``call`` must always do the same work on the same tensors. What cannot be captured in a graph is
     timed by events around eager calls instead, which ``method`` then says.
     """
     if device.type != "cuda":
-        return wall_time(call, device)
+        return wall_time(call, device, effort=effort)
     with torch.cuda.device(device):
         calls = _calls_a_sample(call, device)
-        replay = _captured(call, calls)
-        method = "events" if replay is None else "graph"
-        replay = replay or _repeated(call, calls)
-        return _summary(_samples(replay, device, _event_clock), calls, method)
+        if not flush:
+            return _device_time(call, calls, device, effort)
+        clear = _flusher(device)
+
+        def flushed_call() -> None:
+            clear()
+            call()
+
+        both = _device_time(flushed_call, calls, device, effort)
+        alone = _device_time(clear, calls, device, effort).us
+        low, middle, high = (max(0.0, us - alone) for us in (both.low_us, both.us, both.high_us))
+        return both._replace(us=middle, low_us=low, high_us=high, flushed=True)
 
 
-def wall_time(call: Call, device: torch.device) -> Timing:
+def wall_time(call: Call, device: torch.device, *, effort: Effort = FULL) -> Timing:
     """Wall time a call, of eager calls in a row with one synchronisation at their end."""
     calls = _calls_a_sample(call, device)
-    return _summary(_samples(_repeated(call, calls), device, _host_clock), calls, "wall")
+    samples = _samples(_repeated(call, calls), device, _host_clock, effort)
+    return _summary(samples, calls, "wall")
+
+
+def _device_time(call: Call, calls: int, device: torch.device, effort: Effort) -> Timing:
+    replay = _captured(call, calls)
+    method = "events" if replay is None else "graph"
+    replay = replay or _repeated(call, calls)
+    return _summary(_samples(replay, device, _event_clock, effort), calls, method)
+
+
+def _flusher(device: torch.device) -> Call:
+    cache = torch.cuda.get_device_properties(device).L2_cache_size
+    scratch = torch.empty(2 * cache, dtype=torch.uint8, device=device)
+    return scratch.zero_
 
 
 def _calls_a_sample(call: Call, device: torch.device) -> int:
@@ -94,16 +146,19 @@ def _captured(call: Call, calls: int) -> Call | None:
 
 
 def _samples(
-    work: Call, device: torch.device, clock: Callable[[Call, torch.device], float]
+    work: Call,
+    device: torch.device,
+    clock: Callable[[Call, torch.device], float],
+    effort: Effort,
 ) -> list[float]:
-    """Microseconds of ``work``, again and again for about SAMPLING_S."""
+    """Microseconds of ``work``, again and again for about as long as ``effort`` says."""
     started = time.perf_counter()
-    while time.perf_counter() - started < WARM_UP_S:
+    while time.perf_counter() - started < effort.warm_up:
         clock(work, device)
     samples: list[float] = []
     started = time.perf_counter()
     while len(samples) < MIN_SAMPLES or (
-        len(samples) < MAX_SAMPLES and time.perf_counter() - started < SAMPLING_S
+        len(samples) < MAX_SAMPLES and time.perf_counter() - started < effort.sampling
     ):
         samples.append(clock(work, device))
     return samples
