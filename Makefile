@@ -20,7 +20,10 @@ BUILT := .venv/built-$(FUSED_ROPE_XATTN_CUDA)
 
 .PHONY: help
 help:  ## List the targets
-	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' Makefile | expand -t 20
+	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' Makefile | expand -t 24
+
+.PHONY: setup
+setup: $(BUILT)  ## Make .venv, with everything that the targets below need
 
 .PHONY: demo
 demo: $(BUILT)  ## A guided tour that runs anywhere
@@ -45,6 +48,7 @@ lint: $(BUILT)  ## What CI demands: format, style, types
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run --Werror $(CXX_FILES)
+	$(BIN)/python .ci/check_workflows.py
 
 .PHONY: format
 format: $(BUILT)  ## Rewrite the sources in the project's style
@@ -52,12 +56,53 @@ format: $(BUILT)  ## Rewrite the sources in the project's style
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CXX_FILES)
 
+.PHONY: docs
+docs: $(BUILT)  ## Build the documentation into build/docs, offline; warnings are errors
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
+
+.PHONY: serve-docs
+serve-docs: $(BUILT)  ## Show the documentation on this machine, rebuilt as it is edited
+	$(BIN)/python -m mkdocs serve
+
 .PHONY: wheel
 wheel: $(BUILT)  ## Build the CUDA wheel from scratch into dist/ and check it; needs nvcc, no GPU
 	rm -rf build dist && mkdir build
 	FUSED_ROPE_XATTN_CUDA=require $(PIP) wheel -v --no-build-isolation --no-deps -w dist . \
 	  2>&1 | tee build/wheel.log
 	$(BIN)/python .ci/check_wheel.py dist/*.whl --build-log build/wheel.log
+
+.PHONY: sdist
+sdist: $(BUILT)  ## Write the source archive into dist/
+	$(BIN)/python setup.py -q sdist
+
+.PHONY: audit
+audit: $(BUILT)  ## Check what is in dist/: metadata, symbols, ABI of torch and Python, glibc
+	$(BIN)/twine check --strict dist/*
+	$(BIN)/python .ci/check_wheel.py dist/*.whl
+	for wheel in dist/*.whl; do $(BIN)/auditwheel show "$$wheel"; done
+
+.PHONY: try-wheel
+PAIRS ?= $(PYTHON):torch
+try-wheel:  ## Test the wheel in dist/ elsewhere: PAIRS="python3.10:torch==2.10.* ..."
+	$(PYTHON) .ci/try_wheel.py dist/*.whl $(PAIRS)
+
+.PHONY: try-nightly
+NIGHTLY_INDEX ?= https://download.pytorch.org/whl/nightly/cpu
+try-nightly:  ## Test the wheel in dist/ against the nightly build of torch
+	$(PYTHON) .ci/try_wheel.py dist/*.whl $(PYTHON):torch \
+	  --pip="--pre --extra-index-url $(NIGHTLY_INDEX)"
+
+.PHONY: install-matrix
+install-matrix: $(BUILT)  ## Install the sources in every way, and table what each gives
+	$(BIN)/python .ci/install_matrix.py
+
+.PHONY: cpu-build
+cpu-build: $(BUILT)  ## Build without nvcc, as on a machine that has none, and without a compiler
+	$(BIN)/python .ci/install_matrix.py --only "no nvcc" "no compiler"
+
+.PHONY: check-workflows
+check-workflows:  ## The workflows: actions pinned, steps that run anywhere
+	$(PYTHON) .ci/check_workflows.py
 
 .venv/torch: pyproject.toml tests/constraints.txt
 	@echo "Preparing .venv; this takes minutes, once"

@@ -56,6 +56,17 @@ def check_symbols(library: Path) -> Iterator[str]:
         yield f"exports {exported}, not PyInit__C alone"
 
 
+def check_glibc(wheel: Path, library: Path) -> Iterator[str]:
+    """No symbol is newer than the glibc that a manylinux tag promises."""
+    imported = run("nm", "--dynamic", "--undefined-only", "--with-symbol-versions", library)
+    needed = {(int(a), int(b)) for a, b in re.findall(r"@GLIBC_(\d+)\.(\d+)", imported)}
+    newest = max(needed, default=(0, 0))
+    promised = [(int(a), int(b)) for a, b in re.findall(r"manylinux_(\d+)_(\d+)_", wheel.name)]
+    print(f"{library.name} needs glibc {newest[0]}.{newest[1]}")
+    if promised and newest > min(promised):
+        yield f"needs glibc {newest[0]}.{newest[1]}, newer than its tag says"
+
+
 def fatbin_archs(binary: bytes) -> set[str]:
     """Architectures in every fat binary inside ``binary``, as 'sm_80' or 'compute_80'."""
     archs = set()
@@ -86,6 +97,7 @@ def check_wheel(wheel: Path, expected_archs: str) -> Iterator[str]:
         for library in libraries:
             yield from check_links(library)
             yield from check_symbols(library)
+            yield from check_glibc(wheel, library)
             archs = fatbin_archs(library.read_bytes())
             if archs != set(expected_archs.split()):
                 yield f"holds code for {sorted(archs)}, not for {expected_archs}"

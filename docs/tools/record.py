@@ -1,0 +1,69 @@
+"""What the pages take from a verification record: nothing in them is typed in by hand."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from fused_rope_xattn.commands._markdown import sections
+from fused_rope_xattn.verify.bench import error_share
+
+RECORD = Path(__file__).resolve().parents[1] / "verification" / "nvidia-h200.json"
+DTYPES = ("fp32", "tf32", "bf16", "fp16")
+KERNEL_PATHS = ("split", "fused")
+
+
+def read() -> dict[str, Any]:
+    record: dict[str, Any] = json.loads(RECORD.read_text(encoding="utf-8"))
+    return record
+
+
+def speed(record: dict[str, Any]) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = record["speed"]["result"]["rows"]
+    return rows
+
+
+def tables() -> str:
+    return "\n\n".join(sections(read()).values())
+
+
+def errors_by_tensor() -> str:
+    """For each output and gradient the largest share of its allowance, over all problems."""
+    worst: dict[str, dict[str, float]] = {}
+    for check in read()["accuracy"]["result"]["checks"]:
+        if check["path"] in KERNEL_PATHS:
+            for error in check["errors"]:
+                row = worst.setdefault(error["tensor"], {})
+                share = error_share([error])
+                row[check["dtype"]] = max(share, row.get(check["dtype"], 0.0))
+    lines = [f"| tensor | {' | '.join(DTYPES)} |", f"|---|{'--:|' * len(DTYPES)}"]
+    for name in sorted(worst, key=_outputs_first):
+        cells = (f"{worst[name][d]:.2f}" if d in worst[name] else "-" for d in DTYPES)
+        lines.append(f"| `{name}` | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def problems() -> str:
+    """The sizes behind the names in the table of times."""
+    columns = ("B", "Tq", "Tk", "H", "D", "Dq", "Dkv")
+    lines = [f"| problem | {' | '.join(columns)} |", f"|---|{'--:|' * len(columns)}"]
+    for row in speed(read()):
+        case = row["case"]
+        case = {**case, "Dkv": "cached" if case["projected"] else case["Dkv"] or case["Dq"]}
+        lines.append(f"| {case['name']} | {' | '.join(str(case[c]) for c in columns)} |")
+    return "\n".join(lines)
+
+
+def _outputs_first(name: str) -> tuple[int, str]:
+    return (0 if name in ("y", "lse") else 1, name)
+
+
+def replace_markers(text: str, makers: Iterable[tuple[str, Any]]) -> str:
+    """Put what each maker returns in the place of its ``<!-- record: name -->``."""
+    for name, make in makers:
+        marker = f"<!-- record: {name} -->"
+        if marker in text:
+            text = text.replace(marker, make())
+    return text
