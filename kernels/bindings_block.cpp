@@ -81,7 +81,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> block_forward(
   // Attention
   Tensor o = empty(x_query, {batch, queries, num_heads, head_dim}, type);
   Tensor lse = empty(x_query, {batch, num_heads, queries}, ScalarType::Float);
-  p.attention.has_finished_keys = !is_projected;
+  p.attention.has_finished_keys = is_projected;
   AttentionForwardParams& attention = p.attention.attention;
   const Tensor& all_keys = is_projected ? x_kv : k;
   attention.sizes = sizes_of(q, all_keys);

@@ -23,7 +23,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.norm = nn.LayerNorm(32, device=device)
         self.attention = FusedRoPECrossAttention(
-            32, 4, kv_dim=24, num_kv_heads=2, bias=True, qk_norm="rms", device=device
+            32, 4, kv_dim=24, bias=True, qk_norm="rms", device=device
         )
         self.head = nn.Linear(32, 8, device=device)
 
