@@ -11,6 +11,7 @@
 #include <cmath>
 #include <cstdint>
 #include <optional>
+#include <stdexcept>
 #include <vector>
 
 #include "params.h"
@@ -36,7 +37,15 @@ inline DType dtype_of(ScalarType type, bool tf32 = false) {
 }
 
 inline Tensor empty(const Tensor& like, std::vector<int64_t> sizes, ScalarType type) {
-  return torch::stable::new_empty(like, sizes, type);
+  try {
+    return torch::stable::new_empty(like, sizes, type);
+  } catch (const std::runtime_error&) {
+    // The stable ABI loses what torch said. Programs that try again with less look for these words.
+    int64_t elements = 1;
+    for (const int64_t size : sizes) elements *= size;
+    STD_TORCH_CHECK(false, "fused_rope_xattn: CUDA out of memory: no room for a tensor of ",
+                    elements, " elements; free some, or split the batch");
+  }
 }
 
 inline void* data_of(const OptionalTensor& t) { return t.has_value() ? t->data_ptr() : nullptr; }
