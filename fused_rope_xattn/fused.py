@@ -14,6 +14,7 @@ from .arguments import Problem
 from .block_ops import BlockNeeds
 from .config import NORM_NONE, BlockConfig
 from .ops import TurningTensors
+from .signature import wants_gradients
 from .split import Activations, BlockTensors, Grads, Needs, ProjectionGrads
 
 HEAD_DIMS = (16, 32, 64, 128)
@@ -24,8 +25,9 @@ WIDTH_MULTIPLE = 8
 LARGEST_TILES = 264  # of TILE_QUERIES rows of one head: two for each multiprocessor
 TILE_QUERIES = 64
 LARGEST_KEYS = {torch.float32: 1024, torch.float16: 512, torch.bfloat16: 512}
-# What few queries look at is read once, at the memory's pace, however many keys there are.
+# What few queries look at is read once, at the memory's pace, by eight blocks a head at most.
 FEW_QUERIES = 16  # one tile of the kernels
+MOST_STREAMED_KEYS = 4096
 # Multiplications, all projections together
 LARGEST_PROJECTIONS = {torch.float32: 2**31, torch.float16: 2**29, torch.bfloat16: 2**29}
 # Multiplications of q k^T: the backward's small tiles read keys and queries often, which costs half
@@ -159,13 +161,16 @@ def pays(problem: Problem, t: BlockTensors) -> bool:
 
 
 def _streams_keys(p: Problem, t: BlockTensors) -> bool:
-    """Whether few queries look at finished keys, and :func:`backward` would serve their gradients.
+    """Whether few queries look at finished keys, and nobody wants gradients.
 
-    The split path's backward wants more of a forward over many keys than this path keeps.
+    Over many keys the split path's backward is the faster one, and wants more of the forward than
+    this path keeps.
     """
-    if t.w_k is not None or t.attn_bias is not None or p.Tq > FEW_QUERIES:
+    if t.w_k is not None or t.attn_bias is not None:
         return False
-    return bool(p.B * p.Tq * p.H * p.D * p.Tk <= LARGEST_BACKWARD[t.x_query.dtype])
+    if p.Tq > FEW_QUERIES or p.Tk > MOST_STREAMED_KEYS:
+        return False
+    return not wants_gradients((t.x_query, t.x_kv, t.x_value, t.w_q, t.w_out, t.b_q, t.b_out))
 
 
 def _listed(values: tuple[int, ...]) -> str:

@@ -26,6 +26,10 @@ NAMESPACE = "fused_rope_xattn"
 # follow from the sizes alone, since compiled graphs see it: one row a block, enough to fill a GPU.
 MAX_NORM_PARTIALS = 512
 
+# Keys up to which attention_backward sums rows again where it gets no o_rest: kMaxRowSumKeys of the
+# kernels.
+MAX_ROW_SUM_KEYS = 1024
+
 
 class ScoreOptions(NamedTuple):
     """What shapes the attention weights besides q and k."""

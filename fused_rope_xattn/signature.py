@@ -6,7 +6,11 @@ tensor, so that it keeps none alive.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from .arguments import Arguments
 from .kv import ProjectedKV
@@ -25,8 +29,10 @@ def signature(a: Arguments) -> tuple[Any, ...]:
     """
     x_kv, numbers = a.x_kv, a[_FIRST_NUMBER:]
     tensors = a[:_FIRST_OPTION]
+    trains_cached = False
     if isinstance(x_kv, ProjectedKV):
         tensors = (a.x_query, *x_kv, *tensors[2:])  # one more than otherwise: no two keys meet
+        trains_cached = wants_gradients(tensors)
     looks = [
         None if x is None else (x.shape, x.dtype, x.device, x.layout, type(x)) for x in tensors
     ]
@@ -37,7 +43,13 @@ def signature(a: Arguments) -> tuple[Any, ...]:
         None if a.k_norm is None else _norm(a.k_norm),
         numbers,
         tuple(map(type, numbers)),  # 1, 1.0 and True are one key otherwise
+        trains_cached,
     )
+
+
+def wants_gradients(tensors: Iterable[Tensor | None]) -> bool:
+    """Whether autograd will record what is computed from these."""
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
 def _tensor(x: Any) -> Any:

@@ -189,7 +189,7 @@ def backward(
         need_dkv=needs.kv,
         need_dbias=needs.attn_bias,
         deterministic=config.deterministic,
-        o_rest=saved.o_rest,
+        o_rest=None if _wants_exact_sums(k, saved.k, needs.k) else saved.o_rest,
         q_turning=q_turning,
         k_turning=k_turning,
     )
@@ -272,6 +272,16 @@ def turned_back(p: Projection) -> tuple[Projection, ops.Turning]:
         return p, ops.UNTURNED
     turning = ops.Turning(ops.TurningTensors(p.positions, p.cos, p.sin), p.rotation)
     return p._replace(positions=None, cos=None, sin=None, rotation=RotationSpec()), turning
+
+
+def _wants_exact_sums(k: Projection, keys: Tensor, needs: ProjectionNeeds) -> bool:
+    """Whether rows are summed again although ``o_rest`` is there.
+
+    What ``o_rest`` leaves of an error is common to all keys of a query. Behind a norm the gradient
+    of the keys' bias is a sum over them in which little else is left.
+    """
+    few = keys.shape[1] <= ops.MAX_ROW_SUM_KEYS
+    return k.norm.kind != NORM_NONE and k.bias is not None and needs.bias and few
 
 
 def score_options(config: BlockConfig, t: BlockTensors) -> ops.ScoreOptions:

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from fused_rope_xattn import fused
+from fused_rope_xattn import fused, planner, prepare
 from fused_rope_xattn.verify.accuracy import assert_accurate
 from fused_rope_xattn.verify.cases import ROWS, Case
+from pretence import Operators
 from problems import assert_bits, forward, small
 from test_fused import DTYPES, planned
 
@@ -27,14 +28,28 @@ def test_few_queries_take_any_number_of_finished_keys(changes: dict[str, Any]) -
     "changes",
     [
         {"Tq": fused.FEW_QUERIES + 1, "B": 1},
-        {"bias": "h11"},  # its gradient is the split path's
-        {"Tk": 4096},  # so is that of so many weights
+        {"bias": "h11"},
+        {"Tk": fused.MOST_STREAMED_KEYS + 1},
         {"projected": False, "Dkv": 8, "Dv": 8},
     ],
     ids=lambda c: "-".join(c),
 )
 def test_others_do_not(changes: dict[str, Any]) -> None:
     assert planned(replace(DECODE, **changes)).path == "split"
+
+
+def test_training_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does it after the same call without gradients, whose choice is remembered."""
+    monkeypatch.setattr(planner, "_device_obstacle", lambda device, gpu: None)
+    inputs = small("cpu", Tq=3, Tk=1500, D=16, Dq=64, projected=True)
+    prepare._checked.clear()
+    paths = []
+    for recorded in (False, True, False):
+        with torch.set_grad_enabled(recorded), Operators() as operators:
+            forward(inputs)
+        paths.append("block_forward" in operators.names)
+    prepare._checked.clear()
+    assert paths == [True, False, True]
 
 
 @pytest.mark.gpu

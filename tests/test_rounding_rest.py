@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from fused_rope_xattn import ops
+from fused_rope_xattn import ops, planner, prepare
 from fused_rope_xattn.ops import ScoreOptions
+from problems import gradients, small
 
 HALVES = [torch.bfloat16, torch.float16]
 PLAIN = ScoreOptions(None, None, None, None, None, 1 / 8, False, 0.0, False)
@@ -78,3 +80,31 @@ def test_dq_is_better_for_it(dtype: torch.dtype, device: str) -> None:
         return found
 
     assert error(o_rest) < error(None) / 2
+
+
+@pytest.mark.parametrize(
+    "keys, norm, bias, kept",
+    [
+        (9, "rms", True, False),
+        (9, "rms", False, True),
+        (9, "none", True, True),
+        (1100, "rms", True, True),
+    ],
+)
+def test_a_bias_behind_a_norm_takes_exact_sums(
+    keys: int, norm: str, bias: bool, kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where rows can be summed again, what the output keeps of its rounding is not relied upon."""
+    given: list[Tensor | None] = []
+    own = ops.attention_backward
+
+    def attention_backward(*args: Any, **options: Any) -> Any:
+        given.append(options["o_rest"])
+        return own(*args, **options)
+
+    monkeypatch.setattr(planner, "_device_obstacle", lambda device, gpu: None)
+    monkeypatch.setattr(ops, "attention_backward", attention_backward)
+    prepare._checked.clear()
+    gradients(small("cpu", Tk=keys, dtype="bf16", k_norm=norm, biases="k" if bias else ""), "split")
+    prepare._checked.clear()
+    assert [rest is not None for rest in given] == [kept]
