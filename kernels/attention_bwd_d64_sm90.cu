@@ -8,12 +8,7 @@ void attention_backward_sm90_d64(const AttentionBackwardParams& p, cudaStream_t 
   // head dim, streamed rows a tile, stages of Q (K) and of dO (V); then whether it makes dk, dv, dq
   using Keys = KeySideConfig<64, 96, 2, 2, true, true, false>;
   using KeysAndQueries = KeySideConfig<64, 64, 2, 2, true, true, true>;
-  using ManyQueries = KeySideConfig<64, 128, 2, 2, true, true, true>;
   using Queries = QuerySideConfig<64, 128, 2, 2>;
-  const bool is_plain = p.scores.seed == nullptr && !is_modified(p.scores);
-  if (p.dq_with_dkv && is_plain && p.sizes.num_queries > KeysAndQueries::kTileQ) {
-    return run_plain_backward_keys<ManyQueries>(p, stream);
-  }
   if (p.dq_with_dkv) return run_backward_keys<KeysAndQueries>(p, stream);
   if (p.dk.data != nullptr) run_backward_keys<Keys>(p, stream);
   if (p.dq.data != nullptr) run_backward_queries<Queries>(p, stream);

@@ -15,22 +15,23 @@ namespace frx {
 template <int kHeadDim_, int kTileK_, int kStagesK_, int kStagesV_>
 struct QuerySideConfig {
   static constexpr int kHeadDim = kHeadDim_;
-  static constexpr int kSlabs = kHeadDim / kSlabDims;
+  static constexpr int kSlabs = kHeadDim / kSlabDims<kHeadDim>;
   static constexpr int kTileK = kTileK_;
   static constexpr int kStagesK = kStagesK_;
   static constexpr int kStagesV = kStagesV_;
-  static constexpr uint32_t kSlabBytesQueries = kTileRows * kRowBytes;
-  static constexpr uint32_t kSlabBytesKeys = kTileK * kRowBytes;
+  static constexpr uint32_t kSlabBytesQueries = kTileRows * kHeadRowBytes<kHeadDim>;
+  static constexpr uint32_t kSlabBytesKeys = kTileK * kHeadRowBytes<kHeadDim>;
   // Dropout serves 16 x 16 corners of the score matrix.
   static_assert(kTileK % 16 == 0 && kTileK <= 256);
 };
 
 template <class Config>
 struct QuerySideStorage {
-  alignas(1024) SlabRow q[Config::kSlabs][kTileRows];
-  alignas(1024) SlabRow dout[Config::kSlabs][kTileRows];
-  alignas(1024) SlabRow k[Config::kStagesK][Config::kSlabs][Config::kTileK];
-  alignas(1024) SlabRow v[Config::kStagesV][Config::kSlabs][Config::kTileK];
+  using Row = HeadRow<Config::kHeadDim>;
+  alignas(1024) Row q[Config::kSlabs][kTileRows];
+  alignas(1024) Row dout[Config::kSlabs][kTileRows];
+  alignas(1024) Row k[Config::kStagesK][Config::kSlabs][Config::kTileK];
+  alignas(1024) Row v[Config::kStagesV][Config::kSlabs][Config::kTileK];
   uint64_t queries_full;
   uint64_t k_full[Config::kStagesK], k_empty[Config::kStagesK];
   uint64_t v_full[Config::kStagesV], v_empty[Config::kStagesV];
@@ -125,7 +126,7 @@ template <class Config, class Element, bool kDropout, bool kModified>
 __global__ void __launch_bounds__(kBackwardThreads, 1)
     attention_backward_queries_sm90_kernel(const __grid_constant__ Sm90BackwardParams params) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  constexpr int kTileK = Config::kTileK, kSlabs = Config::kSlabs;
+  constexpr int kTileK = Config::kTileK, kHeadDim = Config::kHeadDim;
   constexpr int kStagesK = Config::kStagesK, kStagesV = Config::kStagesV;
   extern __shared__ __align__(1024) unsigned char smem_bytes[];
   auto& smem = *reinterpret_cast<QuerySideStorage<Config>*>(smem_bytes);
@@ -173,11 +174,12 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
         kDropout ? scores.seed() : 0, scores.batch_head, scores.keep_threshold, lane / 4, t);
 
     const SmemDescriptor q_smem =
-        swizzled_descriptor<kRowBytes>(smem_address(smem.q[0][first_row]), 0);
+        swizzled_descriptor<kHeadRowBytes<kHeadDim>>(smem_address(smem.q[0][first_row]), 0);
     const SmemDescriptor dout_smem = q_smem + sizeof(smem.q);
     const SmemDescriptor k_smem =
-        swizzled_descriptor<kRowBytes>(smem_address(smem.k), Config::kSlabBytesKeys);
-    const SmemDescriptor v_smem = swizzled_descriptor<kRowBytes>(smem_address(smem.v), 0);
+        swizzled_descriptor<kHeadRowBytes<kHeadDim>>(smem_address(smem.k), Config::kSlabBytesKeys);
+    const SmemDescriptor v_smem =
+        swizzled_descriptor<kHeadRowBytes<kHeadDim>>(smem_address(smem.v), 0);
 
     // Every key of a tile that ends before this is seen by all of the warpgroup's queries.
     const int seen_by_all = keys_visible(item.first_query + first_row, p.sizes.num_queries,
@@ -189,7 +191,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
       delta[r] = row_delta(p, scores.batch_head, query + 8 * r);
     }
 
-    float dq[Config::kHeadDim / 2] = {};
+    float dq[kHeadDim / 2] = {};
     if (item.key_tiles.begin < item.key_tiles.end) mbarrier_wait(smem.queries_full, 0);
     for (int tile = item.key_tiles.begin; tile < item.key_tiles.end; ++tile) {
       const uint32_t position = tile - item.key_tiles.begin;
@@ -215,14 +217,14 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
       }
       pin_registers(s);
       wgmma_fence();
-      multiply_dims<Element, kTileK, kSlabs>(s, q_smem, Config::kSlabBytesQueries, k_tile,
-                                             Config::kSlabBytesKeys);
+      multiply_dims<Element, kTileK, kHeadDim>(s, q_smem, Config::kSlabBytesQueries, k_tile,
+                                               Config::kSlabBytesKeys);
       wgmma_commit_group();
       mbarrier_wait(smem.v_full[v_stage], position / kStagesV & 1);
       pin_registers(ds);
       wgmma_fence();
-      multiply_dims<Element, kTileK, kSlabs>(ds, dout_smem, Config::kSlabBytesQueries, v_tile,
-                                             Config::kSlabBytesKeys);
+      multiply_dims<Element, kTileK, kHeadDim>(ds, dout_smem, Config::kSlabBytesQueries, v_tile,
+                                               Config::kSlabBytesKeys);
       wgmma_commit_group();
 
       // Weights, while dp is multiplied
@@ -247,7 +249,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
       pin_registers(dq);
       pin_registers(gradients);
       wgmma_fence();
-      multiply_rows<Element, Config::kHeadDim, kTileK>(dq, gradients, k_tile);
+      multiply_rows<Element, kHeadDim, kTileK>(dq, gradients, k_tile);
       wgmma_commit_group();
       wgmma_wait_group<0>();
       pin_registers(dq);
@@ -257,7 +259,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
 
     if (p.num_splits == 1 && p.q_rotation.rotary_dim > 0) {
       named_barrier_sync(kProductsDone, kConsumers * kWarpgroup);
-      using Rows = TurningRows<Config::kHeadDim>;
+      using Rows = TurningRows<kHeadDim>;
       static_assert(kConsumerWarps * sizeof(Rows) <=
                     sizeof(smem.q) + sizeof(smem.dout) + sizeof(smem.k));
       store_turned_back<Element>(p.dq, dq, p.scores.scale, p.q_rotation, params.turns,
@@ -267,10 +269,9 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
       store_heads<Element>(p.dq, dq, p.scores.scale, item.batch, item.head, query,
                            p.sizes.num_queries, p.sizes.head_dim, t);
     } else if (query - lane / 4 < p.sizes.num_queries) {
-      float* out =
-          dq_fragments<Config::kHeadDim>(p, item.split, scores.batch_head, query - lane / 4, lane);
+      float* out = dq_fragments<kHeadDim>(p, item.split, scores.batch_head, query - lane / 4, lane);
 #pragma unroll
-      for (int n = 0; n < Config::kHeadDim / 8; ++n) {
+      for (int n = 0; n < kHeadDim / 8; ++n) {
         *reinterpret_cast<float4*>(out + n * kFragment) =
             make_float4(dq[4 * n], dq[4 * n + 1], dq[4 * n + 2], dq[4 * n + 3]);
       }
@@ -288,13 +289,13 @@ void launch_backward_queries(const AttentionBackwardParams& p, cudaStream_t stre
   params.attention = p;
   params.turns = plan_turns(p.q_rotation);
   params.q_map = make_heads_map(p.q, p.dtype, s.batch, s.num_queries, s.num_heads, s.head_dim,
-                                kSlabDims, kTileRows);
+                                kSlabDims<Config::kHeadDim>, kTileRows);
   params.dout_map = make_heads_map(p.dout, p.dtype, s.batch, s.num_queries, s.num_heads, s.head_dim,
-                                   kSlabDims, kTileRows);
+                                   kSlabDims<Config::kHeadDim>, kTileRows);
   params.k_map = make_heads_map(p.k, p.dtype, s.batch, s.num_keys, s.num_kv_heads, s.head_dim,
-                                kSlabDims, Config::kTileK);
+                                kSlabDims<Config::kHeadDim>, Config::kTileK);
   params.v_map = make_heads_map(p.v, p.dtype, s.batch, s.num_keys, s.num_kv_heads, s.head_dim,
-                                kSlabDims, Config::kTileK);
+                                kSlabDims<Config::kHeadDim>, Config::kTileK);
   static_assert(sizeof(QuerySideStorage<Config>) <= kMaxSmemBytes);
   const int64_t blocks = ceil_div(s.num_queries, kTileRows) * s.num_heads * s.batch * p.num_splits;
   launch(attention_backward_queries_sm90_kernel<Config, Element, kDropout, kModified>,

@@ -23,8 +23,17 @@
 
 namespace frx {
 
-constexpr int kSlabDims = 64;  // dims a slab: rows of 128 bytes
-constexpr int kRowBytes = 2 * kSlabDims;
+// Tiles of heads are slabs of at most 64 dims: [slab][token][dim].
+template <int kHeadDim>
+constexpr int kSlabDims = kHeadDim < 64 ? kHeadDim : 64;
+template <int kHeadDim>
+constexpr int kHeadRowBytes = 2 * kSlabDims<kHeadDim>;
+template <int kHeadDim>
+using HeadRow = uint16_t[kSlabDims<kHeadDim>];
+
+constexpr int kRowBytes = 128;  // of other tiles: a consumer's 64 keys in 16 bits, 32 floats
+using SlabRow = uint16_t[kRowBytes / 2];
+
 constexpr int kConsumers = 2;  // warpgroups that multiply, 64 rows each
 constexpr int kRowsPerConsumer = 64;
 constexpr int kTileRows = kConsumers * kRowsPerConsumer;  // of the side that stays
@@ -37,27 +46,24 @@ constexpr int kMaxSmemBytes = 227 * 1024;  // a block's
 enum NamedBarrier : int {
   // 0 is __syncthreads
   kConsumerBarrier = 1,  // + consumer: its four warps meet
-  kGradientsFull = 3,    // + 2 * buffer + consumer: score gradients that it makes dq of are written
-  kGradientsEmpty = 7,   // + 2 * buffer + consumer: and may be overwritten
-  kProductsDone = 11,    // the consumers meet: shared memory may be used for something else
+  kGradientsFull = 3,    // + consumer: score gradients that it makes dq of are written
+  kGradientsEmpty = 5,   // + consumer: and may be overwritten
+  kProductsDone = 7,     // all that multiply meet: shared memory may be used for something else
 };
-
-using SlabRow = uint16_t[kSlabDims];
 
 // ---- products ---------------------------------------------------------------------------------
 
 // d = a b^T: a [64, D] and b [kColumns, D], both [slab][row][dim] in shared memory.
-template <class Element, int kColumns, int kSlabs>
+template <class Element, int kColumns, int kHeadDim>
 __device__ __forceinline__ void multiply_dims(float (&d)[kColumns / 2], SmemDescriptor a,
                                               uint32_t slab_bytes_a, SmemDescriptor b,
                                               uint32_t slab_bytes_b) {
+  constexpr int kSlabSteps = kSlabDims<kHeadDim> / 16;
 #pragma unroll
-  for (int slab = 0; slab < kSlabs; ++slab) {
-#pragma unroll
-    for (int step = 0; step < kSlabDims / 16; ++step) {
-      Wgmma<Element, kColumns>::ss(d, a + (slab * slab_bytes_a + step * 32),
-                                   b + (slab * slab_bytes_b + step * 32), slab + step > 0);
-    }
+  for (int step = 0; step < kHeadDim / 16; ++step) {
+    const int slab = step / kSlabSteps, within = step % kSlabSteps * 32;
+    Wgmma<Element, kColumns>::ss(d, a + (slab * slab_bytes_a + within),
+                                 b + (slab * slab_bytes_b + within), step > 0);
   }
 }
 
@@ -68,7 +74,7 @@ __device__ __forceinline__ void multiply_rows(float (&d)[kHeadDim / 2],
 #pragma unroll
   for (int step = 0; step < kRows / 16; ++step) {
     Wgmma<Element, kHeadDim>::rs(d, a[4 * step], a[4 * step + 1], a[4 * step + 2], a[4 * step + 3],
-                                 b + step * 16 * kRowBytes);
+                                 b + step * 16 * kHeadRowBytes<kHeadDim>);
   }
 }
 

@@ -70,6 +70,7 @@ void launch_sum(const AttentionBackwardParams& p, cudaStream_t stream) {
 }  // namespace
 
 void attention_backward_sm90_sum(const AttentionBackwardParams& p, cudaStream_t stream) {
+  if (p.sizes.head_dim <= 32) return launch_sum<32>(p, stream);
   if (p.sizes.head_dim <= 64) return launch_sum<64>(p, stream);
   if (p.sizes.head_dim <= 128) return launch_sum<128>(p, stream);
   launch_sum<256>(p, stream);

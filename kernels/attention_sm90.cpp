@@ -145,7 +145,9 @@ const char* attention_backward_sm90_obstacle(const AttentionBackwardParams& p) {
 
 namespace {
 
-int backward_padded_dim(int head_dim) { return head_dim <= 64 ? 64 : head_dim <= 128 ? 128 : 256; }
+int backward_padded_dim(int head_dim) {
+  return head_dim <= 32 ? 32 : head_dim <= 64 ? 64 : head_dim <= 128 ? 128 : 256;
+}
 
 // Over how many blocks to split the keys of a query tile, so that whole waves fill the GPU.
 int split_keys_of_dq(const AttentionSizes& sizes, int num_sms) {
@@ -202,7 +204,9 @@ void run_attention_backward_sm90(const AttentionBackwardParams& params, cudaStre
     check_cuda(cudaMemsetAsync(params.dq_parts, 0, sizeof(float) * dq_part_floats(sizes), stream),
                "attention_backward_sm90");
   }
-  if (sizes.head_dim <= 64) {
+  if (sizes.head_dim <= 32) {
+    attention_backward_sm90_d32(params, stream);
+  } else if (sizes.head_dim <= 64) {
     attention_backward_sm90_d64(params, stream);
   } else if (sizes.head_dim <= 128) {
     attention_backward_sm90_d128(params, stream);

@@ -99,6 +99,7 @@ Sm90BackwardPlan plan_attention_backward_sm90(const AttentionBackwardParams& par
 void run_attention_backward_sm90(const AttentionBackwardParams& params, cudaStream_t stream);
 
 // One translation unit a padded head dim; the sum of dq's parts is a further one.
+void attention_backward_sm90_d32(const AttentionBackwardParams& params, cudaStream_t stream);
 void attention_backward_sm90_d64(const AttentionBackwardParams& params, cudaStream_t stream);
 void attention_backward_sm90_d128(const AttentionBackwardParams& params, cudaStream_t stream);
 void attention_backward_sm90_d256(const AttentionBackwardParams& params, cudaStream_t stream);

@@ -8,7 +8,7 @@
 namespace frx {
 
 // Device side. Until it has waited, a chained kernel may read only what was written before the
-// kernel that precedes it started. Every thread of every chained kernel waits.
+// kernel that precedes it started. Whoever reads what that one writes, or stores anything, waits.
 __device__ __forceinline__ void wait_for_previous_kernel() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");

@@ -73,6 +73,36 @@ __device__ __forceinline__ void cp_async_bulk_tensor_4d(void* destination, const
       : "memory");
 }
 
+// The same of a 5-D tensor.
+__device__ __forceinline__ void cp_async_bulk_tensor_5d(void* destination, const CUtensorMap& map,
+                                                        uint64_t& barrier, int c0, int c1, int c2,
+                                                        int c3, int c4) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      " [%0], [%1, {%3, %4, %5, %6, %7}], [%2];" ::"r"(smem_address(destination)),
+      "l"(&map), "r"(smem_address(&barrier)), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
+      : "memory");
+}
+
+// Adds floats of shared memory to as many of global memory, each atomically. Both start at
+// multiples of 16 bytes; the copies of a thread since its last commit are a group.
+__device__ __forceinline__ void cp_reduce_async_bulk_add(float* destination, const void* source,
+                                                         uint32_t bytes) {
+  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(
+                   destination),
+               "r"(smem_address(source)), "r"(bytes)
+               : "memory");
+}
+
+__device__ __forceinline__ void cp_async_bulk_commit_group() {
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+
+// Returns once the thread's groups have read their shared memory.
+__device__ __forceinline__ void cp_async_bulk_wait_read() {
+  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+
 // Orders this thread's ordinary shared-memory accesses before later ones of tensor cores and the
 // copy engine.
 __device__ __forceinline__ void fence_proxy_async() {
@@ -89,13 +119,6 @@ __device__ __forceinline__ void stmatrix_x4_transposed(uint32_t address, const u
       "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
       "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3])
       : "memory");
-}
-
-// Adds to 16 bytes of global memory, each float atomically.
-__device__ __forceinline__ void red_add_float4(float* address, float4 x) {
-  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(address), "f"(x.x),
-               "f"(x.y), "f"(x.z), "f"(x.w)
-               : "memory");
 }
 
 // ---- named barriers ---------------------------------------------------------------------------

@@ -1,0 +1,156 @@
+// What the Hopper kernel of dk and dv is made of: tile sizes, shared memory, barriers, which keys
+// and queries a block covers, and the producer that brings them.
+#pragma once
+
+#include <cstdint>
+
+#include "attention_bwd_turn_sm90.cuh"
+
+namespace frx {
+
+// kDk, kDv: which of the two the kernel makes. With 256 dims a thread's registers hold one only.
+// kDq: it also adds dq up. With at most 64 dims a third warpgroup does so; with 128, whose
+// consumers need its registers, the consumers in turns, a tile each.
+template <int kHeadDim_, int kTileQ_, int kStagesQ_, int kStagesDout_, bool kDk_, bool kDv_,
+          bool kDq_>
+struct KeySideConfig {
+  static constexpr int kHeadDim = kHeadDim_;
+  static constexpr int kSlabs = kHeadDim / kSlabDims<kHeadDim>;
+  static constexpr int kTileQ = kTileQ_;
+  static constexpr int kStagesQ = kStagesQ_;
+  static constexpr int kStagesDout = kStagesDout_;
+  static constexpr bool kDk = kDk_;
+  static constexpr bool kDv = kDv_;
+  static constexpr bool kDq = kDq_;
+  static constexpr bool kHasDqWarpgroup = kDq && kHeadDim <= 64;
+  static constexpr uint32_t kSlabBytesKeys = kTileRows * kHeadRowBytes<kHeadDim>;
+  static constexpr uint32_t kSlabBytesQueries = kTileQ * kHeadRowBytes<kHeadDim>;
+
+  // Registers a thread. The launch shares them out evenly, setmaxnreg moves them to consumers.
+  static constexpr int kThreads = kWarpgroup * (1 + kConsumers + (kHasDqWarpgroup ? 1 : 0));
+  static constexpr int kMultiplierRegisters = kHasDqWarpgroup ? 200 : kConsumerRegisters;
+  static constexpr int kDqRegisters = 88;
+
+  // Dropout serves 16 x 16 corners of the score matrix.
+  static_assert(kTileQ % 16 == 0 && kTileQ <= 256);
+  static_assert(!kDq || (kDk && kDv && kTileQ == 64));
+};
+
+// What dq is made of and leaves through: score gradients, [tile's parity][consumer's keys][query]
+// [key], and for each warp its 16 queries in the order of dq_parts.
+template <class Config, bool kDq = Config::kDq>
+struct GradientStorage {
+  static constexpr int kDqWarps = Config::kHasDqWarpgroup ? 4 : kConsumerWarps;
+  alignas(1024) SlabRow ds[2][kConsumers][Config::kTileQ];
+  alignas(128) float4 dq[kDqWarps][Config::kHeadDim / 8][32];
+  uint64_t ds_full[2], ds_empty[2];  // between consumers and the warpgroup for dq
+};
+
+template <class Config>
+struct GradientStorage<Config, false> {};
+
+template <class Config>
+struct KeySideStorage : GradientStorage<Config> {
+  using Row = HeadRow<Config::kHeadDim>;
+  // Weights need k alone; their gradients need v too.
+  alignas(1024) Row kv[Config::kDk ? 2 : 1][Config::kSlabs][kTileRows];
+  alignas(1024) Row q[Config::kStagesQ][Config::kSlabs][Config::kTileQ];
+  alignas(1024) Row dout[Config::kStagesDout][Config::kSlabs][Config::kTileQ];
+  alignas(16) float lse_log2[Config::kStagesQ][Config::kTileQ];
+  alignas(16) float delta[Config::kStagesQ][Config::kTileQ];
+  uint64_t kv_full;
+  uint64_t q_full[Config::kStagesQ], q_empty[Config::kStagesQ];  // with lse and delta
+  uint64_t dout_full[Config::kStagesDout], dout_empty[Config::kStagesDout];
+};
+
+// One thread. A full barrier completes by the copy's bytes, an empty one by every warp that reads.
+template <class Config>
+__device__ __forceinline__ void init_barriers(KeySideStorage<Config>& smem) {
+  mbarrier_init(smem.kv_full, Config::kDk ? 2 : 1);
+  for (int stage = 0; stage < Config::kStagesQ; ++stage) {
+    mbarrier_init(smem.q_full[stage], 2);  // the copy and the statistics
+    mbarrier_init(smem.q_empty[stage], kConsumerWarps);
+  }
+  for (int stage = 0; stage < Config::kStagesDout; ++stage) {
+    mbarrier_init(smem.dout_full[stage], 1);
+    mbarrier_init(smem.dout_empty[stage], kConsumerWarps);
+  }
+  if constexpr (Config::kHasDqWarpgroup) {
+    for (int parity = 0; parity < 2; ++parity) {
+      mbarrier_init(smem.ds_full[parity], kConsumerWarps);
+      mbarrier_init(smem.ds_empty[parity], kWarpgroup / 32);
+    }
+  }
+  fence_mbarrier_init();
+}
+
+struct KeyItem {
+  int64_t batch;
+  int kv_head;
+  int first_head, end_head;  // the query heads that share the keys
+  int first_key;
+  IndexRange query_tiles;
+};
+
+// Key tiles vary fastest: blocks that run side by side then share Q and dO in L2. Causal: the first
+// keys are seen by most queries, so the longest blocks start first.
+template <class Config>
+__device__ __forceinline__ KeyItem locate_keys(const AttentionBackwardParams& p) {
+  const int num_key_tiles = ceil_div(p.sizes.num_keys, kTileRows);
+  const int group = p.sizes.num_heads / p.sizes.num_kv_heads;
+  KeyItem item;
+  const int rest = blockIdx.x / num_key_tiles;
+  item.first_key = (blockIdx.x - rest * num_key_tiles) * kTileRows;
+  item.batch = rest / p.sizes.num_kv_heads;
+  item.kv_head = rest % p.sizes.num_kv_heads;
+  item.first_head = item.kv_head * group;
+  item.end_head = item.first_head + group;
+  const int keys = key_count(p.scores.kv_lengths, item.batch, p.sizes.num_keys);
+  item.query_tiles = query_tiles_of_keys(item.first_key, Config::kTileQ, p.sizes.num_queries, keys,
+                                         p.scores.is_causal);
+  return item;
+}
+
+// One warp: K and V once, then Q, dO and the row statistics tile by tile.
+template <class Config>
+__device__ __forceinline__ void produce_queries(KeySideStorage<Config>& smem,
+                                                const Sm90BackwardParams& params,
+                                                const KeyItem& item, int lane) {
+  const AttentionBackwardParams& p = params.attention;
+  if (lane == 0) {
+    load_tile(smem.kv[0], params.k_map, smem.kv_full, item.first_key, item.kv_head, item.batch);
+    if constexpr (Config::kDk) {
+      load_tile(smem.kv[1], params.v_map, smem.kv_full, item.first_key, item.kv_head, item.batch);
+    }
+  }
+  uint32_t position = 0;
+  for (int head = item.first_head; head < item.end_head; ++head) {
+    const int64_t batch_head = item.batch * p.sizes.num_heads + head;
+    for (int tile = item.query_tiles.begin; tile < item.query_tiles.end; ++tile, ++position) {
+      const int first_query = tile * Config::kTileQ;
+      const uint32_t q_stage = position % Config::kStagesQ;
+      const uint32_t dout_stage = position % Config::kStagesDout;
+      mbarrier_wait(smem.q_empty[q_stage], (position / Config::kStagesQ & 1) ^ 1);
+      if (lane == 0) {
+        load_tile(smem.q[q_stage], params.q_map, smem.q_full[q_stage], first_query, head,
+                  item.batch);
+      }
+      for (int i = lane; i < Config::kTileQ; i += 32) {
+        smem.lse_log2[q_stage][i] = row_lse_log2(p, batch_head, first_query + i);
+        if constexpr (Config::kDk) {
+          smem.delta[q_stage][i] = row_delta(p, batch_head, first_query + i);
+        }
+      }
+      __syncwarp();  // every lane's statistics are written
+      if (lane == 0) mbarrier_arrive(smem.q_full[q_stage]);
+
+      mbarrier_wait(smem.dout_empty[dout_stage], (position / Config::kStagesDout & 1) ^ 1);
+      if (lane == 0) {
+        load_tile(smem.dout[dout_stage], params.dout_map, smem.dout_full[dout_stage], first_query,
+                  head, item.batch);
+      }
+    }
+  }
+}
+
+}  // namespace frx
