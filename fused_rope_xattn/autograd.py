@@ -146,6 +146,7 @@ class ProjectHeadsFunction(torch.autograd.Function):
             None,  # num_heads
             None,  # norm
             None,  # rotation
+            None,  # tf32
         )
 
 
@@ -254,7 +255,7 @@ def _recorded_projection_backward(p: Projection, dheads: Tensor) -> tuple[Tensor
     norm = (p.norm, p.norm_weight, p.norm_bias)
     rotation = Rotation(p.rotation, p.positions, p.cos, p.sin)
     heads = composite.project_heads(p.x, p.weight, p.bias, p.num_heads, norm, rotation)
-    return *_grads_to(p[:8], [(heads, dheads)]), None, None, None
+    return *_grads_to(p[:8], [(heads, dheads)]), *(None,) * len(p[8:])
 
 
 def _alias(x: Tensor | None) -> Tensor | None:

@@ -7,6 +7,7 @@ autograd records nothing below the dispatcher. Everything runs in fp32, in fp64 
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -22,7 +23,7 @@ from .rope import Rotation
 def register() -> None:
     """Hand these kernels to the dispatcher; once a process."""
     kernels = norm_rope, norm_rope_backward, attention_forward, attention_backward, block_forward
-    for kernel in (*kernels, attention_forward_with_rest, project_group):
+    for kernel in (*kernels, attention_forward_with_rest, project_group, gradient_products):
         ops.LIBRARY.impl(kernel.__name__, kernel, "CPU")
 
 
@@ -277,6 +278,26 @@ def project_group(
     if x_v is not None and w_v is not None:
         v = _projected(x_v, w_v, b_v, (None, None, None), num_kv_heads, _UNTURNED)
     return q, k, v
+
+
+@torch.no_grad()
+def gradient_products(
+    left: list[Tensor],  # [N, I]
+    right: list[Tensor],  # [I, C], or [N, C] over tokens
+    num_terms: list[int],
+    over_tokens: list[bool],
+) -> list[Tensor]:
+    terms = zip(left, right, strict=True)
+    results = []
+    for count, is_over_tokens in zip(num_terms, over_tokens, strict=True):
+        total = None
+        for x, y in itertools.islice(terms, count):
+            wide = composite.compute_dtype(x)
+            term = (x.t() if is_over_tokens else x).to(wide) @ y.to(wide)
+            total = term if total is None else total + term
+        assert total is not None
+        results.append(_fresh(total, left[0].dtype))
+    return results
 
 
 # ------------------------------------------------------------------------------------- their parts

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 CAPABILITY = (9, 0)
 DTYPES = (torch.float16, torch.bfloat16)
-WIDTH_MULTIPLE = 8  # of depth and columns, 16 bytes
+WIDTH_MULTIPLE = 8  # of depth and columns
 HALF_WIDTH_MULTIPLE = 8  # of what lies between the members of a pair of halves
 LARGEST_HEAD_DIM = 256
 MOST_AXES = 3
@@ -34,8 +34,9 @@ def obstacle(p: Projection) -> str | None:
         return "it is projected already"
     if p.norm.kind != NORM_NONE:
         return "it has a norm"
-    if p.x.dtype not in DTYPES or p.weight.dtype != p.x.dtype:
-        return "it is not of one half type"
+    is_tf32 = p.tf32 and p.x.dtype == torch.float32
+    if not (is_tf32 or p.x.dtype in DTYPES) or p.weight.dtype != p.x.dtype:
+        return "it is not of one half type, nor of fp32 where TF32 is allowed"
     if p.bias is not None and p.bias.dtype != p.x.dtype:
         return "its bias has another type"
     columns, depth = p.weight.shape

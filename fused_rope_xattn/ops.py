@@ -283,6 +283,7 @@ def project_group(
 ) -> tuple[Tensor, Tensor, Tensor]:  # [B, T, H, D] each
     """``rotate(heads(x @ weight.T + bias))`` of each member, one launch, rounded once.
 
+    fp32 is multiplied in TF32.
     The result of an absent member is an empty tensor of shape ``[0]``.
     """
     members = q, k, v
@@ -302,6 +303,21 @@ def project_group(
         *_flat(q.rotation if q else RotationSpec()),
         *_flat(k.rotation if k else RotationSpec()),
         tile,
+    )
+
+
+def gradient_products(
+    left: list[Tensor],  # of every term: [N, I]
+    right: list[Tensor],  # [I, C], or [N, C] in a product over tokens
+    num_terms: list[int],  # of each product; its terms are neighbours
+    over_tokens: list[bool],
+) -> list[Tensor]:  # [N, C], or [I, C]
+    """Sums of ``left @ right``, or of ``left.T @ right`` over tokens, one launch, rounded once.
+
+    fp32 is multiplied in TF32.
+    """
+    return torch.ops.fused_rope_xattn.gradient_products.default(  # type: ignore[no-any-return]
+        [x.contiguous() for x in left], [x.contiguous() for x in right], num_terms, over_tokens
     )
 
 
@@ -487,3 +503,15 @@ def _fake_project_group(
         return x.new_empty((x.shape[0], x.shape[1], num_heads, weight.shape[0] // num_heads))
 
     return result(x_q, w_q, heads), result(x_k, w_k, kv_heads), result(x_v, w_v, kv_heads)
+
+
+@torch.library.register_fake(f"{NAMESPACE}::gradient_products", lib=LIBRARY)
+def _fake_gradient_products(
+    left: list[Tensor], right: list[Tensor], num_terms: list[int], over_tokens: list[bool]
+) -> list[Tensor]:
+    results, first = [], 0
+    for count, is_over_tokens in zip(num_terms, over_tokens, strict=True):
+        rows, columns = left[first].shape[1 if is_over_tokens else 0], right[first].shape[1]
+        results.append(left[first].new_empty((rows, columns)))
+        first += count
+    return results

@@ -59,5 +59,7 @@ SCHEMAS = (
     f"block_forward({_BLOCK_ARGUMENTS})"
     " -> (Tensor y, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse)",
     f"project_group({_GROUP_ARGUMENTS}) -> (Tensor q, Tensor k, Tensor v)",
+    "gradient_products"
+    "(Tensor[] left, Tensor[] right, int[] num_terms, bool[] over_tokens) -> Tensor[]",
     "build_info() -> str",  # defined by the binary alone: JSON of what it was built from and for
 )

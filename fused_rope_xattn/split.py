@@ -19,8 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import composite, grouped, ops
+from . import composite, gradient_products, grouped, ops
 from .config import NORM_NONE, BlockConfig, NormSpec, RotationSpec
+from .gradient_products import Product
 from .products import product
 
 
@@ -87,6 +88,7 @@ class Projection(NamedTuple):
     num_heads: int = 1
     norm: NormSpec = NormSpec()
     rotation: RotationSpec = RotationSpec()
+    tf32: bool = False  # fp32 products may be taken in TF32
 
     @property
     def is_plain(self) -> bool:
@@ -173,8 +175,9 @@ def backward(
     dlse: Tensor | None,  # [B, H, Tq]
 ) -> Grads:
     """The wanted gradients; :func:`needed` says which tensors are read for them."""
-    dout, dw_out, db_out = _output_backward(t, saved.o, needs, dy)
+    dout, w_out, db_out = _output_backward(t, saved.o, needs, dy)
     if not needs.attention:
+        (dw_out,) = gradient_products.compute(w_out)
         return Grads(w_out=dw_out, b_out=db_out)
 
     q, q_turning = turned_back(query_projection(config, t))
@@ -194,15 +197,27 @@ def backward(
         k_turning=k_turning,
     )
 
-    q_grads = project_backward(q, dq, needs.q)
-    v_grads = project_backward(v, dv, needs.v)
-    onto = None
-    if t.x_value is None:  # keys and values come from the same x: one gradient for both
-        onto, v_grads = v_grads.x, v_grads._replace(x=None)
     zeros = shift_of_all_keys(key_projection(config, t), needs.k) if dlse is None else {}
     needs_k = needs.k._replace(**dict.fromkeys(zeros, False))
-    k_grads = project_backward(k, dk, needs_k, onto)._replace(**zeros)
-    return Grads(q_grads, k_grads, v_grads, dbias if needs.attn_bias else None, dw_out, db_out)
+    q_rest = before_products(q, dq, needs.q)
+    v_rest = before_products(v, dv, needs.v)
+    k_rest = before_products(k, dk, needs_k)
+    del dout, dq, dk, dv  # as large as what follows
+    x_k, x_v = k_rest.x, v_rest.x
+    if t.x_value is None and x_k is not None and x_v is not None:
+        # Keys and values come from the same x: one gradient for both.
+        x_k, x_v = gradient_products.added(x_v, x_k), None
+    dw_out, dx_q, dw_q, dx_k, dx_v, dw_k, dw_v = gradient_products.compute(
+        w_out, q_rest.x, q_rest.weight, x_k, x_v, k_rest.weight, v_rest.weight, tf32=config.tf32
+    )
+    return Grads(
+        with_products(q, q_rest, dx_q, dw_q),
+        with_products(k, k_rest, dx_k, dw_k)._replace(**zeros),
+        with_products(v, v_rest, dx_v, dw_v),
+        dbias if needs.attn_bias else None,
+        dw_out,
+        db_out,
+    )
 
 
 def needed(t: BlockTensors, saved: Activations, needs: Needs) -> tuple[BlockTensors, Activations]:
@@ -239,6 +254,7 @@ def query_projection(config: BlockConfig, t: BlockTensors) -> Projection:
         config.num_heads,
         config.q_norm,
         config.q_rotation,
+        config.tf32,
     )
 
 
@@ -255,12 +271,13 @@ def key_projection(config: BlockConfig, t: BlockTensors) -> Projection:
         config.num_kv_heads,
         config.k_norm,
         config.k_rotation,
+        config.tf32,
     )
 
 
 def value_projection(config: BlockConfig, t: BlockTensors) -> Projection:
     x = t.x_kv if t.x_value is None else t.x_value
-    return Projection(x, t.w_v, t.b_v, num_heads=config.num_kv_heads)
+    return Projection(x, t.w_v, t.b_v, num_heads=config.num_kv_heads, tf32=config.tf32)
 
 
 def turned_back(p: Projection) -> tuple[Projection, ops.Turning]:
@@ -343,19 +360,19 @@ def shift_of_all_keys(k: Projection, needs: ProjectionNeeds) -> dict[str, Tensor
 
 def _output_backward(
     t: BlockTensors, o: Tensor, needs: Needs, dy: Tensor | None
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """``dout`` [B, Tq, H, D], ``dw_out``, ``db_out``."""
+) -> tuple[Tensor | None, Product | None, Tensor | None]:
+    """``dout`` [B, Tq, H, D], the product for ``dw_out``, ``db_out``."""
     if dy is None:
         return None, None, None
     dy = dy.flatten(0, 1)  # [B*Tq, Dout]
-    dout = dw_out = db_out = None
+    dout = w_out = db_out = None
     if needs.attention:
         dout = (dy if t.w_out is None else dy @ t.w_out).view(o.shape)
     if needs.w_out:
-        dw_out = dy.t() @ o.flatten(2).flatten(0, 1)
+        w_out = gradient_products.of_weight(dy, o.flatten(2))
     if needs.b_out and t.b_out is not None:
         db_out = _sum_tokens(dy, t.b_out)
-    return dout, dw_out, db_out
+    return dout, w_out, db_out
 
 
 # ------------------------------------------------------------------------------- one projection
@@ -393,40 +410,54 @@ def project_forward(p: Projection) -> Tensor:  # [B, T, H, D]
     )
 
 
+class BeforeProducts(NamedTuple):
+    """A projection's backward but for the products that its last gradients are."""
+
+    grads: ProjectionGrads  # the others
+    x: Product | None = None
+    weight: Product | None = None
+
+
 def project_backward(
     p: Projection,
     dheads: Tensor,  # [B, T, H, D]
     needs: ProjectionNeeds,
-    onto: Tensor | None = None,  # like p.x; dx is added to it, in place
 ) -> ProjectionGrads:
+    rest = before_products(p, dheads, needs)
+    return with_products(p, rest, *gradient_products.compute(rest.x, rest.weight))
+
+
+def before_products(p: Projection, dheads: Tensor, needs: ProjectionNeeds) -> BeforeProducts:
     if not any(needs):
-        return ProjectionGrads()
+        return BeforeProducts(ProjectionGrads())
     if p.weight is None:
-        return ProjectionGrads(x=dheads)
+        return BeforeProducts(ProjectionGrads(x=dheads))
     wants_bias = needs.bias and p.bias is not None
     if wants_bias and p.norm.kind != NORM_NONE:
         # A norm makes the bias gradient a sum in which much cancels, and the rounding of its terms
         # to a half type would weigh as much as all errors before it: they stay in fp32.
         dheads = dheads.to(composite.compute_dtype(dheads))
     dz, norm_weight_parts, norm_bias_parts = _heads_backward(p, dheads)
-    dz = dz.flatten(0, 1)  # [B*T, H*D]
-    dx = dweight = dbias = None
-    if wants_bias and p.bias is not None:
-        dbias = _sum_tokens(dz, p.bias)
+    dbias = _sum_tokens(dz.flatten(0, 1), p.bias) if wants_bias and p.bias is not None else None
     dz = dz.to(p.weight.dtype)
-    if needs.x:
-        # In place: out of place, addmm first copies what it adds to.
-        dx = dz @ p.weight if onto is None else onto.flatten(0, 1).addmm_(dz, p.weight)
-        dx = dx.view(p.x.shape)
-    if needs.weight:
-        dweight = dz.t() @ p.x.flatten(0, 1)
-    return ProjectionGrads(
-        dx,
-        dweight,
-        dbias,
-        _sum_parts(norm_weight_parts, p.norm_weight) if needs.norm_weight else None,
-        _sum_parts(norm_bias_parts, p.norm_bias) if needs.norm_bias else None,
+    grads = ProjectionGrads(
+        bias=dbias,
+        norm_weight=_sum_parts(norm_weight_parts, p.norm_weight) if needs.norm_weight else None,
+        norm_bias=_sum_parts(norm_bias_parts, p.norm_bias) if needs.norm_bias else None,
     )
+    return BeforeProducts(
+        grads,
+        gradient_products.of_tokens(dz, p.weight) if needs.x else None,
+        gradient_products.of_weight(dz, p.x) if needs.weight else None,
+    )
+
+
+def with_products(
+    p: Projection, rest: BeforeProducts, dx: Tensor | None, dweight: Tensor | None
+) -> ProjectionGrads:
+    if dx is not None:
+        rest = rest._replace(grads=rest.grads._replace(x=dx.view(p.x.shape)))
+    return rest.grads._replace(weight=dweight)
 
 
 def _heads_backward(p: Projection, dheads: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:

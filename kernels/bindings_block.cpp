@@ -11,11 +11,6 @@
 namespace frx {
 namespace {
 
-int32_t int32_of(int64_t value) {
-  STD_TORCH_CHECK(value <= INT32_MAX, "fused_rope_xattn: too large for path 'fused'");
-  return static_cast<int32_t>(value);
-}
-
 // Adds out = x @ weight^T + bias to the group, x seen as [batch * tokens, depth].
 ProjectionParams& add_projection(ProjectionGroup& group, const Tensor& x, const Tensor& weight,
                                  const OptionalTensor& bias, const Tensor& out) {

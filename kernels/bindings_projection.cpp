@@ -17,11 +17,6 @@ struct ProjectionTensors {
   OptionalTensor bias;
 };
 
-int32_t int32_of(int64_t value) {
-  STD_TORCH_CHECK(value <= INT32_MAX, "fused_rope_xattn: too large for one launch");
-  return static_cast<int32_t>(value);
-}
-
 ProjectionTensors tensors_of(const Tensor& x, const OptionalTensor& weight,
                              const OptionalTensor& bias, int64_t num_heads) {
   STD_TORCH_CHECK(weight.has_value(), "fused_rope_xattn: a projection needs a weight");
@@ -67,6 +62,7 @@ std::tuple<Tensor, Tensor, Tensor> project_group(
                   "fused_rope_xattn: grouped projections need compute capability 9.0");
   ProjectionGroup90 group{};
   group.dtype = dtype_of(any.scalar_type());
+  if (group.dtype == DType::kFloat32) group.dtype = DType::kTF32;
   const Tensor none = empty(any, {0}, any.scalar_type());
   ProjectionTensors q{none, none, none, {}}, k = q, v = q;
   if (x_q.has_value()) {

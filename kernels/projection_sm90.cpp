@@ -26,6 +26,7 @@ void run_projections_sm90(ProjectionGroup90 group, int tile, CUstream_st* stream
     throw std::runtime_error("fused_rope_xattn: projections have more tiles than an index counts");
   }
   const ProjectionPlan plan = plan_projections(group, num_sms, tile);
+  if (group.dtype == DType::kTF32) return projections_sm90_tf32(group, plan, stream);
   switch (kProjectionTiles[tile].rows) {
     case 192:
       return projections_sm90_m192(group, plan, stream);

@@ -14,33 +14,20 @@
 
 #include "device.h"
 #include "launch.h"
+#include "matrix_sm90.cuh"
 #include "projection_sm90_parts.cuh"
-#include "tensor_map.h"
 #include "wgmma_sm90.cuh"
 
 namespace frx {
 
-// A place in the ring: the stage, and how often the ring has been walked around, modulo 2.
-template <int kStages>
-struct RingPlace {
-  uint32_t stage, parity;
-
-  // position counts the stages since the block's start.
-  explicit __device__ __forceinline__ RingPlace(uint32_t position)
-      : stage(position % kStages), parity(position / kStages & 1) {}
-  __device__ __forceinline__ void advance() {
-    const bool is_last = stage == kStages - 1;
-    stage = is_last ? 0 : stage + 1;
-    parity ^= is_last;
-  }
-};
-
 // ---- producer ---------------------------------------------------------------------------------
 
-// One warp. Gathered weights come chunk by chunk, a lane each.
-template <class Config>
+// One warp. Gathered weights come at once where a copy can gather, else chunk by chunk, a lane
+// each.
+template <class Config, class Element>
 __device__ __forceinline__ void produce(const ProjectionKernelParams& params,
                                         ProjectionStorage<Config>& smem, int lane) {
+  constexpr int kDepthBlock = kDepthBytes / sizeof(Stored<Element>);
   RingPlace<Config::kStages> ring(0);
   for (int index = blockIdx.x; index < params.num_tiles; index += gridDim.x) {
     const TilePlace place = locate_tile(params.schedule, params.count, index);
@@ -48,9 +35,12 @@ __device__ __forceinline__ void produce(const ProjectionKernelParams& params,
     const CUtensorMap& x_map = params.x_maps[place.member];
     const CUtensorMap& weight_map = params.weight_maps[place.member];
     const int first_row = place.row * Config::kRows;
-    const bool gathered = is_gathered(p.rotation);
-    const int copies = gathered ? Config::kChunks : 1;
+    const bool is_halves = units_a_half(p, Config::kUnits) > 0;
+    const int copies = is_gathered(p.rotation) && !is_halves ? Config::kChunks : 1;
     const int column = chunk_column(p, place.column * Config::kChunks + lane);
+    const int half_units = p.rotation.rotary_dim / p.rotation.axes / kUnitColumns;
+    const int first_unit = place.column * Config::kUnits;
+    const int axis = is_halves ? first_unit / half_units : 0;
     const int blocks = params.schedule[place.member].depth_blocks;
     for (int block = 0; block < blocks; ++block) {
       mbarrier_wait(smem.empty[ring.stage], ring.parity ^ 1);
@@ -59,7 +49,10 @@ __device__ __forceinline__ void produce(const ProjectionKernelParams& params,
         cp_async_bulk_tensor_4d(&smem.x[ring.stage], x_map, smem.full[ring.stage],
                                 block * kDepthBlock, first_row, 0, 0);
       }
-      if (lane < copies) {
+      if (is_halves && lane == 0) {
+        cp_async_bulk_tensor_5d(&smem.weight[ring.stage], weight_map, smem.full[ring.stage],
+                                block * kDepthBlock, 0, 0, first_unit - axis * half_units, axis);
+      } else if (lane < copies) {
         cp_async_bulk_tensor_4d(&smem.weight[ring.stage][lane * kChunkColumns], weight_map,
                                 smem.full[ring.stage], block * kDepthBlock, column, 0, 0);
       }
@@ -93,7 +86,7 @@ __device__ __forceinline__ void multiply_tile(
     const SmemDescriptor weight = weight_smem + ring.stage * Config::kWeightBytes;
     wgmma_fence();
 #pragma unroll
-    for (int step = 0; step < kDepthBlock / 16; ++step) {
+    for (int step = 0; step < kDepthBytes / 32; ++step) {
 #pragma unroll
       for (int m = 0; m < Config::kRowBlocks; ++m) {
         Wgmma<Element, Config::kColumns>::ss(accumulators[m],
@@ -167,7 +160,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
 
   if (warpgroup == 0) {
     setmaxnreg_dec<Config::kProducerRegisters>();
-    if (threadIdx.x < 32) produce<Config>(params, smem, threadIdx.x);
+    if (threadIdx.x < 32) produce<Config, Element>(params, smem, threadIdx.x);
   } else {
     setmaxnreg_inc<Config::kConsumerRegisters>();
     consume<Config, Element>(params, smem, warpgroup - 1, threadIdx.x % kWarpgroup);
@@ -179,10 +172,15 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
 
 // ---- launcher ---------------------------------------------------------------------------------
 
-// A [rows, width] matrix, in boxes of box_rows x 64.
-inline CUtensorMap matrix_map(const void* data, DType dtype, int rows, int width, int box_rows) {
-  const HeadsView view = {const_cast<void*>(data), 0, width, 0};
-  return make_heads_map(view, dtype, 1, rows, 1, width, kDepthBlock, box_rows);
+template <class Config>
+CUtensorMap weight_map(const GroupedProjection& p, DType dtype) {
+  if (const int units = units_a_half(p, Config::kUnits); units > 0) {
+    const int half = p.rotation.rotary_dim / p.rotation.axes / 2;
+    return make_halves_map(p.weight, dtype, p.columns, p.depth, half, units,
+                           Config::kUnits / units);
+  }
+  return matrix_map(p.weight, dtype, p.columns, p.depth, p.depth,
+                    is_gathered(p.rotation) ? kChunkColumns : Config::kColumns);
 }
 
 template <int kTile, class Element>
@@ -197,9 +195,8 @@ void launch_projections_sm90(const ProjectionGroup90& group, const ProjectionPla
     const GroupedProjection& p = group.members[i];
     params.members[i] = p;
     params.schedule[i] = plan.schedule[i];
-    params.x_maps[i] = matrix_map(p.x, group.dtype, p.rows, p.depth, Config::kRows);
-    params.weight_maps[i] = matrix_map(p.weight, group.dtype, p.columns, p.depth,
-                                       is_gathered(p.rotation) ? kChunkColumns : Config::kColumns);
+    params.x_maps[i] = matrix_map(p.x, group.dtype, p.rows, p.depth, p.depth, Config::kRows);
+    params.weight_maps[i] = weight_map<Config>(p, group.dtype);
   }
   launch(projection_sm90_kernel<Config, Element>, "projection_sm90",
          std::min(plan.num_tiles, current_gpu().num_sms), Config::kThreads,

@@ -15,7 +15,7 @@ namespace frx {
 
 constexpr int kMaxProjections = 3;   // q, k and v
 constexpr int kMaxPositionAxes = 3;  // rows of angles that shared memory holds
-constexpr int kDepthBlock = 64;      // of the common dimension, a stage: 128 bytes a row
+constexpr int kDepthBytes = 128;     // of the common dimension, a stage
 constexpr int kChunkColumns = 8;     // what a thread stores at once, 16 bytes
 constexpr int kUnitColumns = 16;     // what is rotated together: two chunks
 
@@ -41,6 +41,9 @@ struct ProjectionGroup90 {
   GroupedProjection members[kMaxProjections];
 };
 
+// Of the common dimension, a stage.
+inline int depth_block(DType dtype) { return kDepthBytes / (dtype == DType::kTF32 ? 4 : 2); }
+
 inline Turning turning_of(const RotationParams& r) {
   if (r.rotary_dim == 0) return Turning::kNothing;
   return r.cos != nullptr ? Turning::kTable : Turning::kPositions;
@@ -49,8 +52,8 @@ inline Turning turning_of(const RotationParams& r) {
 // Why the kernel cannot take a projection; null when it can.
 inline const char* projection_sm90_obstacle(DType dtype, const GroupedProjection& p) {
   const RotationParams& r = p.rotation;
-  if (dtype != DType::kBFloat16 && dtype != DType::kFloat16) {
-    return "the Hopper projection multiplies bf16 and fp16 only";
+  if (dtype != DType::kBFloat16 && dtype != DType::kFloat16 && dtype != DType::kTF32) {
+    return "the Hopper projection multiplies bf16, fp16 and TF32 only";
   }
   if (p.columns % 8 != 0 || p.depth % 8 != 0 || p.depth == 0) {
     return "the Hopper projection needs widths that are multiples of 8";
@@ -108,6 +111,16 @@ FRX_HOST_DEVICE int num_units(const GroupedProjection& p) {
                                  : ceil_div(p.columns, kUnitColumns);
 }
 
+// Of the units of a tile, how many lie side by side in half an axis, if one copy can gather them
+// all: heads that rotate throughout, halves that tiles divide or are divided by. Else 0.
+FRX_HOST_DEVICE int units_a_half(const GroupedProjection& p, int tile_units) {
+  const RotationParams& r = p.rotation;
+  if (!is_gathered(r) || r.rotary_dim != p.head_dim) return 0;
+  const int units = r.rotary_dim / r.axes / kUnitColumns;
+  if (units % tile_units == 0) return tile_units;
+  return tile_units % units == 0 ? units : 0;
+}
+
 // Of a gathered projection. Units past the end are all missing chunks.
 FRX_HOST_DEVICE ColumnUnit gathered_unit(const GroupedProjection& p, int unit) {
   const RotationParams& r = p.rotation;
@@ -159,15 +172,16 @@ struct ProjectionTile {
   int columns;
   int stages;         // of the ring that feeds the tensor cores
   bool takes_tables;  // registers are left for rotation by tables
+  bool takes_tf32;    // and for results that are stored in fp32
 };
 
 // Two tiles are under way in a block, one a consumer. 192 rows bounded by registers (192
 // accumulators a thread), 5 stages by shared memory.
-constexpr ProjectionTile kProjectionTiles[] = {{192, 128, 5, false},
-                                               {128, 128, 6, true},
-                                               {64, 128, 8, true},
-                                               {64, 64, 8, true},
-                                               {64, 32, 8, true}};
+constexpr ProjectionTile kProjectionTiles[] = {{192, 128, 5, false, false},
+                                               {128, 128, 6, true, true},
+                                               {64, 128, 8, true, true},
+                                               {64, 64, 8, true, true},
+                                               {64, 32, 8, true, true}};
 constexpr int kNumProjectionTiles = sizeof(kProjectionTiles) / sizeof(kProjectionTiles[0]);
 
 struct ProjectionSchedule {
@@ -216,12 +230,13 @@ inline int64_t count_tiles(const ProjectionGroup90& group, const ProjectionTile&
 // Clock cycles that the busiest multiprocessor takes, roughly; the members are in launch order.
 inline double projection_cycles(const ProjectionGroup90& group, const ProjectionTile& tile,
                                 int num_sms) {
-  constexpr double kFlopsACycle = 4096;  // of one multiprocessor's tensor cores
-  constexpr double kBytesACycle = 56;    // that reach its shared memory from L2
-  constexpr double kTurnCycles = 26;     // an accumulator of a thread, in the epilogue
-  constexpr double kStoreCycles = 8;     // the same, without rotation
-  const double block = std::max(2.0 * tile.rows * tile.columns * kDepthBlock / kFlopsACycle,
-                                2.0 * (tile.rows + tile.columns) * kDepthBlock / kBytesACycle);
+  // Of one multiprocessor's tensor cores. In TF32 half as many, with half as many numbers a byte.
+  constexpr double kFlopsACycle = 4096;
+  constexpr double kBytesACycle = 56;  // that reach its shared memory from L2
+  constexpr double kTurnCycles = 26;   // an accumulator of a thread, in the epilogue
+  constexpr double kStoreCycles = 8;   // the same, without rotation
+  const double block = std::max(1.0 * tile.rows * tile.columns * kDepthBytes / kFlopsACycle,
+                                1.0 * (tile.rows + tile.columns) * kDepthBytes / kBytesACycle);
   double cycles = 0, epilogue = 0;
   int64_t first = 0;
   for (int i = 0; i < group.count; ++i) {
@@ -231,7 +246,7 @@ inline double projection_cycles(const ProjectionGroup90& group, const Projection
     const int64_t share =  // of the block that has the launch's first tile
         ceil_div(end, static_cast<int64_t>(num_sms)) -
         ceil_div(first, static_cast<int64_t>(num_sms));
-    const double products = ceil_div(p.depth, kDepthBlock) * block;
+    const double products = ceil_div(p.depth, depth_block(group.dtype)) * block;
     epilogue =
         tile.rows * tile.columns / 128 * (p.rotation.rotary_dim > 0 ? kTurnCycles : kStoreCycles);
     // One tile's epilogue runs beside the next one's products.
@@ -242,6 +257,7 @@ inline double projection_cycles(const ProjectionGroup90& group, const Projection
 }
 
 inline bool can_take(const ProjectionTile& tile, const ProjectionGroup90& group) {
+  if (!tile.takes_tf32 && group.dtype == DType::kTF32) return false;
   for (int i = 0; i < group.count; ++i) {
     if (!tile.takes_tables && turning_of(group.members[i].rotation) == Turning::kTable)
       return false;
@@ -276,7 +292,7 @@ inline ProjectionPlan plan_projections(const ProjectionGroup90& group, int num_s
     s.first_tile = plan.num_tiles;
     s.row_tiles = ceil_div(p.rows, size.rows);
     s.column_tiles = ceil_div(num_units(p), size.columns / kUnitColumns);
-    s.depth_blocks = ceil_div(p.depth, kDepthBlock);
+    s.depth_blocks = ceil_div(p.depth, depth_block(group.dtype));
     s.band = std::min(s.row_tiles, std::max(kLeastBand, ceil_div(num_sms, s.column_tiles)));
     plan.num_tiles += s.row_tiles * s.column_tiles;
   }
@@ -305,6 +321,8 @@ void run_projections_sm90(ProjectionGroup90 group, int tile, CUstream_st* stream
 void projections_sm90_m192(const ProjectionGroup90& group, const ProjectionPlan& plan,
                            CUstream_st* stream);
 void projections_sm90_m128(const ProjectionGroup90& group, const ProjectionPlan& plan,
+                           CUstream_st* stream);
+void projections_sm90_tf32(const ProjectionGroup90& group, const ProjectionPlan& plan,
                            CUstream_st* stream);
 void projections_sm90_m64(const ProjectionGroup90& group, const ProjectionPlan& plan,
                           CUstream_st* stream);

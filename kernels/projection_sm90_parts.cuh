@@ -17,6 +17,10 @@
 
 namespace frx {
 
+// What TF32 is multiplied from and leaves as.
+template <class Element>
+using Stored = std::conditional_t<std::is_same_v<Element, Tf32>, float, Element>;
+
 constexpr int kProjectionConsumers = 2;
 constexpr int kMaxPairs = 128;  // of a head
 
@@ -39,7 +43,7 @@ struct ProjectionConfig {
   static constexpr int kAccumulators = kColumns / 2;  // of a thread, a row block
   static constexpr int kChunks = kColumns / kChunkColumns;
   static constexpr int kUnits = kColumns / kUnitColumns;
-  static constexpr uint32_t kRowBytes = 2 * kDepthBlock;
+  static constexpr uint32_t kRowBytes = kDepthBytes;
   static constexpr uint32_t kXBytes = kRows * kRowBytes;
   static constexpr uint32_t kWeightBytes = kColumns * kRowBytes;
 
@@ -77,7 +81,7 @@ struct TileFacts {
 
 template <class Config>
 struct ProjectionStorage {
-  using Depth = uint16_t[kDepthBlock];
+  using Depth = unsigned char[kDepthBytes];
   alignas(1024) Depth x[Config::kStages][Config::kRows];
   alignas(1024) Depth weight[Config::kStages][Config::kColumns];
   TileFacts<Config> facts[kProjectionConsumers];
@@ -170,7 +174,7 @@ __device__ __forceinline__ void prepare_tile(TileFacts<Config>& facts, const Gro
     const int column =
         chunk_column(p, first_chunk + thread / kChunkColumns) + thread % kChunkColumns;
     facts.bias[thread] =
-        column < p.columns ? to_float(static_cast<const Element*>(p.bias)[column]) : 0.f;
+        column < p.columns ? to_float(static_cast<const Stored<Element>*>(p.bias)[column]) : 0.f;
   }
 }
 
@@ -255,17 +259,6 @@ __device__ __forceinline__ void rotate_unit(float (&a)[2], float (&b)[2],
   b[1] = y.second;
 }
 
-// Rotation and rounding of a unit in one row: two columns of each chunk, packed.
-template <class Element, class Source>
-__device__ __forceinline__ void finish_unit(uint32_t (&words)[2], const float (&x)[8], int half,
-                                            const typename Source::Turn (&turn)[kPairs],
-                                            bool gathered) {
-  float a[2] = {x[2 * half], x[2 * half + 1]}, b[2] = {x[4 + 2 * half], x[5 + 2 * half]};
-  if constexpr (Source::kTurns) rotate_unit<Source>(a, b, turn, gathered);
-  words[0] = pack<Element>(a[0], a[1]);
-  words[1] = pack<Element>(b[0], b[1]);
-}
-
 template <class Config>
 __device__ __forceinline__ void add_bias(
     float (&accumulators)[Config::kRowBlocks][Config::kAccumulators],
@@ -285,6 +278,14 @@ __device__ __forceinline__ void add_bias(
   }
 }
 
+// Two columns of a chunk; a quad writes 32 bytes together.
+__device__ __forceinline__ void store_pair(float* out, int row, int rows_left, int columns,
+                                           int column, int t, const float (&x)[2]) {
+  if (row >= rows_left || column < 0) return;
+  *reinterpret_cast<float2*>(out + static_cast<int64_t>(row) * columns + column + 2 * t) =
+      make_float2(x[0], x[1]);
+}
+
 // Rotation, rounding and storing of a warpgroup's tile, two units at a time. kShares: how
 // many such pairs of units, an equal part of the tile apart, turn alike, in different heads.
 template <class Config, class Element, class Source, int kShares>
@@ -297,7 +298,8 @@ __device__ __forceinline__ void finish_tile(
   // Of the thread's first row
   const int thread_row = first_row + 16 * warp + g, rows_left = p.rows - thread_row;
   const int columns = p.columns;
-  Element* const out = static_cast<Element*>(p.out) + static_cast<int64_t>(thread_row) * columns;
+  Stored<Element>* const out =
+      static_cast<Stored<Element>*>(p.out) + static_cast<int64_t>(thread_row) * columns;
   const RowAngle* const rows = &facts.rows[0][16 * warp + g];
 #pragma unroll
   for (int unit = 0; unit < kPart; unit += 2) {
@@ -318,17 +320,20 @@ __device__ __forceinline__ void finish_tile(
 #pragma unroll
           for (int share = 0; share < kShares; ++share) {
             const int chunk = 2 * (unit + u + share * kPart);
-            float x[8];
-#pragma unroll
-            for (int i = 0; i < 8; ++i) x[i] = accumulators[m][4 * chunk + i];
-            uint32_t two[2];
-            finish_unit<Element, Source>(two, x, half, turn, gathered);
-            words[share][2 * u] = two[0];
-            words[share][2 * u + 1] = two[1];
+            const float* const x = &accumulators[m][4 * chunk + 2 * half];
+            float a[2] = {x[0], x[1]}, b[2] = {x[4], x[5]};
+            if constexpr (Source::kTurns) rotate_unit<Source>(a, b, turn, gathered);
+            if constexpr (std::is_same_v<Element, Tf32>) {
+              store_pair(out, row, rows_left, columns, facts.columns[chunk], t, a);
+              store_pair(out, row, rows_left, columns, facts.columns[chunk + 1], t, b);
+            } else {
+              words[share][2 * u] = pack<Element>(a[0], a[1]);
+              words[share][2 * u + 1] = pack<Element>(b[0], b[1]);
+            }
           }
         }
 #pragma unroll
-        for (int share = 0; share < kShares; ++share) {
+        for (int share = 0; share < (std::is_same_v<Element, Tf32> ? 0 : kShares); ++share) {
           const uint4 eight = transpose_quad(words[share], t);
           const int column = facts.columns[2 * (unit + share * kPart) + t];
           if (row < rows_left && column >= 0) {

@@ -61,6 +61,11 @@ inline Tensor aligned(const Tensor& t) {
   return reinterpret_cast<uintptr_t>(t.data_ptr()) % 16 == 0 ? t : torch::stable::clone(t);
 }
 
+inline int32_t int32_of(int64_t value) {
+  STD_TORCH_CHECK(value <= INT32_MAX, "fused_rope_xattn: too large for one launch");
+  return static_cast<int32_t>(value);
+}
+
 inline HeadsView heads_view(const Tensor& t) {  // [B, T, H, D]
   return {t.data_ptr(), t.stride(0), t.stride(1), t.stride(2)};
 }

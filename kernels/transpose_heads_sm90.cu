@@ -85,7 +85,10 @@ __global__ __launch_bounds__(kThreads) void transpose_heads_kernel(
     if (part.first_dim + row >= job.head_dim || part.first_token + column >= num_columns) continue;
     float x[kVector];
 #pragma unroll
-    for (int j = 0; j < kVector; ++j) x[j] = tile[column / 8 * 8 + tf32_key(column % 8 + j)][row];
+    for (int j = 0; j < kVector; ++j) {
+      const int k = column % 8 + j;
+      x[j] = tile[column - column % 8 + (job.keeps_order ? k : tf32_key(k))][row];
+    }
     *reinterpret_cast<float4*>(out + row * num_columns + column) =
         make_float4(x[0], x[1], x[2], x[3]);
   }

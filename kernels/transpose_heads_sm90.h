@@ -11,8 +11,9 @@
 
 namespace frx {
 
-// in [B, T, H, D] -> out [B, H, D, T padded to 8]. Within each eight, tokens stand in the order in
-// which accumulator columns serve as the first operand (tf32_key in tf32.h).
+// in [B, T, H, D] -> out [B, H, D, T padded to 8], the padding zeros. Within each eight, tokens
+// stand in the order in which accumulator columns serve as the first operand (tf32_key in tf32.h),
+// unless they keep theirs.
 struct HeadsTranspose {
   HeadsView in;
   float* out;
@@ -21,6 +22,7 @@ struct HeadsTranspose {
   // Which tokens exist; the others become zeros, whatever they hold. Null: all.
   const int32_t* lengths;  // [B]
   const bool* keep;        // [B, T]
+  bool keeps_order;
 };
 
 FRX_HOST_DEVICE int64_t padded_tokens(int64_t num_tokens) { return (num_tokens + 7) / 8 * 8; }
@@ -41,7 +43,7 @@ inline HeadsView transposed_view(float* out, int64_t num_tokens, int64_t num_hea
 }
 
 // Up to kMaxTransposes tensors in one launch; the next kernel may be chained to it.
-constexpr int kMaxTransposes = 3;
+constexpr int kMaxTransposes = 16;
 void transpose_heads_sm90(const HeadsTranspose* jobs, int count, cudaStream_t stream);
 
 }  // namespace frx

@@ -84,7 +84,8 @@ __device__ __forceinline__ SmemDescriptor swizzled_descriptor(uint32_t address,
 // ---- the products -----------------------------------------------------------------------------
 
 // Wgmma<Element, N>::ss(d, a, b, accumulate): d = a b^T (+ d), both operands with k contiguous;
-//                   ss<true>(...):            d = a b (+ d), with n contiguous in b.
+//                   ss<true>(...):            d = a b (+ d), with n contiguous in b;
+//                   ss<true, true>(...):      the same, with m contiguous in a.
 // Wgmma<Element, N>::rs(d, a0..a3, b):        d += a b, with n contiguous in b.
 // In TF32 k is contiguous in b always: there is no ss<true>, and rs adds a b^T.
 template <class Element, int kColumns>
@@ -122,15 +123,15 @@ struct Wgmma;
 #define FRX_WGMMA(ELEMENT, NAME, N, COUNT, I0, I1, I2, I3, I4) \
   template <> \
   struct Wgmma<ELEMENT, N> { \
-    template <bool kColumnsContiguous = false> \
+    template <bool kColumnsContiguous = false, bool kRowsContiguous = false> \
     static __device__ __forceinline__ void ss(float (&d)[COUNT], SmemDescriptor a, \
                                               SmemDescriptor b, bool accumulate) { \
       asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #I2 ", 0;\n" \
                    "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." NAME "." NAME \
-                   " {" FRX_T##COUNT "}, %" #I0 ", %" #I1 ", p, 1, 1, 0, %" #I3 ";\n}" \
+                   " {" FRX_T##COUNT "}, %" #I0 ", %" #I1 ", p, 1, 1, %" #I4 ", %" #I3 ";\n}" \
                    : FRX_D##COUNT \
                    : "l"(a.bits()), "l"(b.bits()), "r"(static_cast<int>(accumulate)), \
-                     "n"(kColumnsContiguous ? 1 : 0)); \
+                     "n"(kColumnsContiguous ? 1 : 0), "n"(kRowsContiguous ? 1 : 0)); \
     } \
     static __device__ __forceinline__ void rs(float (&d)[COUNT], uint32_t a0, uint32_t a1, \
                                               uint32_t a2, uint32_t a3, SmemDescriptor b) { \

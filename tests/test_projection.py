@@ -19,6 +19,7 @@ from fused_rope_xattn.config import NormSpec, RotationSpec
 from fused_rope_xattn.ops import HeadsProjection, TurningTensors
 from fused_rope_xattn.planner import GPU
 from fused_rope_xattn.rope import cos_sin
+from fused_rope_xattn.verify.tf32 import round_to_tf32
 from problems import assert_tensor_near
 
 TWO_32 = 2.0**32
@@ -375,7 +376,11 @@ def test_what_the_kernel_does_not_take() -> None:
         meta(1, 4, 64), meta(64, 64), meta(64), num_heads=2, rotation=RotationSpec(32)
     )
     assert grouped.obstacle(p) is None
+    wide = p._replace(x=meta(1, 4, 64, dtype=torch.float32), bias=None)
+    wide = wide._replace(weight=meta(64, 64, dtype=torch.float32))
+    assert grouped.obstacle(wide._replace(tf32=True)) is None
     others = {
+        "TF32": wide,
         "half type": p._replace(x=meta(1, 4, 64, dtype=torch.float32)),
         "bias": p._replace(bias=meta(64, dtype=torch.float32)),
         "norm": p._replace(norm=NormSpec(1)),
@@ -436,7 +441,7 @@ GPU_CASES: dict[str, tuple[int, RotationSpec, str]] = {
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tile", range(TILES))
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("name", GPU_CASES)
 def test_the_kernel_is_the_plain_formula(name: str, dtype: torch.dtype, tile: int) -> None:
     on_hopper()
@@ -445,6 +450,10 @@ def test_the_kernel_is_the_plain_formula(name: str, dtype: torch.dtype, tile: in
     q = member(2, 131, 3, head_dim, 200, spec, kind, **options)
     k = member(3, 300, 2, head_dim, 64, spec, kind, bias=False, **options)
     v = member(3, 300, 2, head_dim, 8, **options)
+    if dtype is torch.float32:  # whose products are exact in TF32
+        q, k, v = (
+            m._replace(x=round_to_tf32(m.x), weight=round_to_tf32(m.weight)) for m in (q, k, v)
+        )
     assert_group_is_right(q, k, v, tile=tile)
 
 

@@ -2,6 +2,8 @@
 #include <cuda_runtime.h>
 #include <pybind11/pybind11.h>
 
+#include <stdexcept>
+
 namespace frx {
 // The array that the kernel declares as extern __shared__.
 __align__(1024) unsigned char smem_bytes[hopper::kSmemBytes];
@@ -15,6 +17,11 @@ __align__(1024) unsigned char smem_bytes[hopper::kSmemBytes];
 namespace py = pybind11;
 
 namespace frx {
+
+void projections_sm90_tf32(const ProjectionGroup90&, const ProjectionPlan&, CUstream_st*) {
+  throw std::runtime_error("the emulator multiplies 16-bit numbers only");
+}
+
 namespace {
 
 template <class T>

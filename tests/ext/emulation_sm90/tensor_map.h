@@ -1,4 +1,4 @@
-// make_heads_map for matrices: one batch, one head.
+// make_heads_map for matrices, one batch and one head, and make_halves_map.
 #pragma once
 
 #include <cuda.h>
@@ -10,6 +10,17 @@ namespace frx {
 inline CUtensorMap make_heads_map(const HeadsView& view, DType, int64_t, int num_tokens, int,
                                   int head_dim, int box_dims, int box_tokens) {
   return {static_cast<const uint16_t*>(view.data), num_tokens, head_dim, box_tokens, box_dims};
+}
+
+inline CUtensorMap make_halves_map(const void* data, DType, int rows, int width, int half,
+                                   int box_chunks, int box_axes) {
+  return {static_cast<const uint16_t*>(data),
+          rows,
+          width,
+          16 * box_chunks * box_axes,
+          64,
+          half,
+          box_chunks};
 }
 
 }  // namespace frx

@@ -6,7 +6,10 @@
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
+#include <stdexcept>
 #include <type_traits>
+
+#include "tf32.h"
 
 namespace frx {
 
@@ -40,22 +43,31 @@ SmemDescriptor swizzled_descriptor(uint32_t address, uint32_t leading_bytes) {
   return {address >> 4 | (leading_bytes >> 4) << 16, 8 * kRowBytes >> 4 | 1u << 30};
 }
 
-// Element k of a row of an operand whose k is contiguous.
-template <class Element>
+// Element k of a row of an operand. Either k is contiguous; or rows are, 64 of them beside each
+// other, the next 64 leading bytes further on. Eight of what lies across make the repeating unit.
+template <class Element, bool kRowsContiguous>
 float operand(SmemDescriptor d, int row, int k) {
-  const uint32_t start = (d.low & 0x3FFF) << 4, stride = (d.high & 0x3FFF) << 4;
-  const uint32_t address = start + row / 8 * stride + row % 8 * 128 + k * 2;
-  Element x;
-  std::memcpy(&x, hopper::smem + hopper::swizzled(address), 2);
-  if constexpr (std::is_same_v<Element, __half>) {
-    return __half2float(x);
+  const uint32_t start = (d.low & 0x3FFF) << 4, leading = (d.low >> 16 & 0x3FFF) << 4;
+  const uint32_t stride = (d.high & 0x3FFF) << 4;
+  const uint32_t address =
+      start + (kRowsContiguous ? row / 64 * leading + k / 8 * stride + k % 8 * 128 + row % 64 * 2
+                               : row / 8 * stride + row % 8 * 128 + k * 2);
+  if constexpr (std::is_same_v<Element, Tf32>) {
+    throw std::runtime_error("the emulator's products are of 16-bit numbers");
   } else {
-    return __bfloat162float(x);
+    Element x;
+    std::memcpy(&x, hopper::smem + hopper::swizzled(address), 2);
+    if constexpr (std::is_same_v<Element, __half>) {
+      return __half2float(x);
+    } else {
+      return __bfloat162float(x);
+    }
   }
 }
 
 template <class Element, int kColumns>
 struct Wgmma {
+  template <bool kColumnsContiguous = false, bool kRowsContiguous = false>
   static void ss(float (&d)[kColumns / 2], SmemDescriptor a, SmemDescriptor b, bool accumulate) {
     const int thread = hopper::block().running % 128, lane = thread % 32;
     float* const out = d;
@@ -63,13 +75,15 @@ struct Wgmma {
       for (int i = 0; i < 2; ++i) {
         float of_a[16];
         for (int k = 0; k < 16; ++k) {
-          of_a[k] = operand<Element>(a, thread / 32 * 16 + lane / 4 + 8 * i, k);
+          const int row = thread / 32 * 16 + lane / 4 + 8 * i;
+          of_a[k] = operand<Element, kRowsContiguous>(a, row, k);
         }
         for (int n = 0; n < kColumns / 8; ++n) {
           for (int e = 0; e < 2; ++e) {
             float sum = accumulate ? out[4 * n + 2 * i + e] : 0.f;
             for (int k = 0; k < 16; ++k) {
-              sum += of_a[k] * operand<Element>(b, 8 * n + 2 * (lane % 4) + e, k);
+              const int column = 8 * n + 2 * (lane % 4) + e;
+              sum += of_a[k] * operand<Element, kColumnsContiguous>(b, column, k);
             }
             out[4 * n + 2 * i + e] = sum;
           }
