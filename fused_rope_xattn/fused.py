@@ -6,6 +6,8 @@ Saved for the backward is what the split path saves, so split.py's backward serv
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -20,19 +22,30 @@ from .split import Activations, BlockTensors, Grads, Needs, ProjectionGrads
 HEAD_DIMS = (16, 32, 64, 128)
 WIDTH_MULTIPLE = 8
 
-# Up to where the small tiles pay. Beyond, larger tiles, keys split over blocks, and cuBLAS win back
-# what the launches cost.
-LARGEST_TILES = 264  # of TILE_QUERIES rows of one head: two for each multiprocessor
 TILE_QUERIES = 64
-LARGEST_KEYS = {torch.float32: 1024, torch.float16: 512, torch.bfloat16: 512}
+
+
+class Limits(NamedTuple):
+    """Up to where the small tiles pay. Beyond, larger tiles, keys split over blocks, and products
+    of several projections in one launch win back what the launches cost.
+    """
+
+    tiles: int  # of TILE_QUERIES rows of one head, all together
+    keys: int
+    projections: int  # multiplications, all projections together
+    # Multiplications of q k^T: the backward's small tiles read keys and queries often.
+    backward: int
+
+
+# Measured on an H200, which has 132 multiprocessors.
+LIMITS = {
+    "fp32": Limits(264, 1024, 2**31, 2**26),
+    "tf32": Limits(132, 1024, 2**29, 2**25),
+    "half": Limits(132, 512, 2**29, 2**24),
+}
 # What few queries look at is read once, at the memory's pace, by eight blocks a head at most.
 FEW_QUERIES = 16  # one tile of the kernels
 MOST_STREAMED_KEYS = 4096
-# Multiplications, all projections together
-LARGEST_PROJECTIONS = {torch.float32: 2**31, torch.float16: 2**29, torch.bfloat16: 2**29}
-# Multiplications of q k^T: the backward's small tiles read keys and queries often, which costs half
-# types more than what they save.
-LARGEST_BACKWARD = {torch.float32: 2**26, torch.float16: 2**24, torch.bfloat16: 2**24}
 
 
 def forward(config: BlockConfig, t: BlockTensors) -> tuple[Tensor, Activations]:
@@ -121,7 +134,14 @@ def takes_backward(config: BlockConfig, saved: Activations, needs: Needs) -> boo
     """Whether :func:`backward` covers what is wanted, and is expected to be the fastest."""
     if not config.fused or not needs.attention or needs.attn_bias:
         return False
-    return bool(saved.q.numel() * saved.k.shape[1] <= LARGEST_BACKWARD[saved.q.dtype])
+    limits = limits_of(saved.q.dtype, config.tf32)
+    return bool(saved.q.numel() * saved.k.shape[1] <= limits.backward)
+
+
+def limits_of(dtype: torch.dtype, tf32: bool) -> Limits:
+    if dtype == torch.float32:
+        return LIMITS["tf32" if tf32 else "fp32"]
+    return LIMITS["half"]
 
 
 def obstacle(problem: Problem, config: BlockConfig, t: BlockTensors) -> str | None:
@@ -143,7 +163,7 @@ def obstacle(problem: Problem, config: BlockConfig, t: BlockTensors) -> str | No
     return None
 
 
-def pays(problem: Problem, t: BlockTensors) -> bool:
+def pays(problem: Problem, config: BlockConfig, t: BlockTensors) -> bool:
     """Whether this path is expected to be the fastest."""
     if torch.compiler.is_exporting():
         return False  # an exported program must not depend on how its lengths compare to these
@@ -152,12 +172,20 @@ def pays(problem: Problem, t: BlockTensors) -> bool:
     multiplications = p.B * p.Tq * p.H * p.D * (p.Dq + (p.Dout or 0))
     if t.w_k is not None:
         multiplications += p.B * p.Tk * p.Hkv * p.D * (p.Dkv + p.Dv)
-    dtype = t.x_query.dtype
+    limits = limits_of(t.x_query.dtype, config.tf32)
     return bool(
-        tiles <= LARGEST_TILES
-        and (p.Tk <= LARGEST_KEYS[dtype] or _streams_keys(p, t))
-        and multiplications <= LARGEST_PROJECTIONS[dtype]
+        tiles <= limits.tiles
+        and (p.Tk <= limits.keys or _streams_keys(p, t))
+        and multiplications <= limits.projections
+        and not _trains_the_other_way(p, t, limits)
     )
+
+
+def _trains_the_other_way(p: Problem, t: BlockTensors, limits: Limits) -> bool:
+    """Whether the backward would be the split path's, which in half types wants of its forward what
+    rounding takes from o, and sums every row again without it."""
+    is_small = p.B * p.Tq * p.H * p.D * p.Tk <= limits.backward
+    return limits is LIMITS["half"] and not is_small and wants_gradients(t)
 
 
 def _streams_keys(p: Problem, t: BlockTensors) -> bool:

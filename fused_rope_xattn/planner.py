@@ -100,7 +100,7 @@ def choose(
     prepared: Prepared,
     path: str,
     gpu: GPU | None = None,
-    known: dict[str, Choice] | None = None,
+    known: dict[tuple[str, bool], Choice] | None = None,
 ) -> Choice:
     """The path of a checked call and the reason for it; ValueError if ``path`` is impossible.
 
@@ -110,9 +110,10 @@ def choose(
     obstacle = _passing_obstacle(prepared.tensors)
     if obstacle is not None or known is None:
         return _choose(prepared, path, _lasting_obstacle(prepared, gpu) or obstacle)
-    choice = known.get(path)
+    key = path, prepared.config.tf32
+    choice = known.get(key)
     if choice is None:
-        choice = known[path] = _choose(prepared, path, _lasting_obstacle(prepared, gpu))
+        choice = known[key] = _choose(prepared, path, _lasting_obstacle(prepared, gpu))
     return choice
 
 
@@ -129,7 +130,7 @@ def _choose(prepared: Prepared, path: str, obstacle: str | None) -> Choice:
         return Choice("composite", obstacle)
     if path == "fused":
         return Choice("fused", "it was asked for")
-    if path == "auto" and refusal is None and fused.pays(prepared.problem, prepared.tensors):
+    if path == "auto" and refusal is None and fused.pays(*prepared):
         return Choice("fused", "small: three short kernels, chained")
     return Choice("split", "the kernels cover this problem")
 

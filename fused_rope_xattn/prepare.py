@@ -15,6 +15,7 @@ from .inputs import INTEGERS, Kind, check
 from .kv import ProjectedKV
 from .norm import Norm
 from .rope import RopeSide, RotaryTable, sides, spec_of, turning_tensors
+from .rules import check_is_local
 from .signature import signature
 from .split import BlockTensors
 
@@ -24,6 +25,8 @@ _MODEL_TENSORS = (
     *("w_q", "w_k", "w_v", "w_out"),
     *("b_q", "b_k", "b_v", "b_out"),
 )
+
+_MASKED = "beside lengths or masks give x.to_local()"
 
 
 class Prepared(NamedTuple):
@@ -40,7 +43,7 @@ class Checked(NamedTuple):
     problem: Problem
     config: BlockConfig  # its switches off: those below say which are on
     configs: dict[tuple[bool, bool, bool], BlockConfig]  # by tf32, deterministic and fused
-    choices: dict[str, Any]  # by path: what planner.py chose
+    choices: dict[tuple[str, bool], Any]  # by path and tf32: what planner.py chose
 
     def switched(self, fused: bool = False) -> BlockConfig:
         """The config with the path chosen, and with what torch's global switches say now."""
@@ -182,6 +185,8 @@ def without_removed_tokens(a: Arguments) -> Arguments:
         keep = within if keep is None else keep & within
     if keep is None:
         return a
+    check_is_local("x_kv", a.x_kv, _MASKED)
+    check_is_local("x_value", a.x_value, _MASKED)
     x_value = None if a.x_value is None else composite.keep_rows(a.x_value, keep)
     return a._replace(x_kv=composite.keep_rows(a.x_kv, keep), x_value=x_value)
 

@@ -29,10 +29,8 @@ def signature(a: Arguments) -> tuple[Any, ...]:
     """
     x_kv, numbers = a.x_kv, a[_FIRST_NUMBER:]
     tensors = a[:_FIRST_OPTION]
-    trains_cached = False
     if isinstance(x_kv, ProjectedKV):
         tensors = (a.x_query, *x_kv, *tensors[2:])  # one more than otherwise: no two keys meet
-        trains_cached = wants_gradients(tensors)
     looks = [
         None if x is None else (x.shape, x.dtype, x.device, x.layout, type(x)) for x in tensors
     ]
@@ -43,7 +41,7 @@ def signature(a: Arguments) -> tuple[Any, ...]:
         None if a.k_norm is None else _norm(a.k_norm),
         numbers,
         tuple(map(type, numbers)),  # 1, 1.0 and True are one key otherwise
-        trains_cached,
+        wants_gradients(tensors),
     )
 
 

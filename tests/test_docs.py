@@ -67,18 +67,17 @@ def test_every_page_is_in_the_navigation() -> None:
 
 def test_quoted_limits_are_those_of_the_code() -> None:
     text = (ROOT / "docs/how-it-works.md").read_text(encoding="utf-8")
-    rows = (
-        ("tiles of 64 queries", dict.fromkeys(fused.LARGEST_KEYS, fused.LARGEST_TILES)),
-        ("keys", fused.LARGEST_KEYS),
-        ("multiplications of all projections", fused.LARGEST_PROJECTIONS),
-        ("multiplications of q k^T", fused.LARGEST_BACKWARD),
+    names = (
+        "tiles of 64 queries",
+        "keys",
+        "multiplications of all projections",
+        "multiplications of q k^T",
     )
-    for name, limits in rows:
-        found = re.search(rf"^\| {re.escape(name)}[^|]*\| (\S+) \| (\S+) \|$", text, re.M)
+    for name, wanted in zip(names, zip(*fused.LIMITS.values(), strict=True), strict=True):
+        cells = r" \| (\S+)" * len(fused.LIMITS)
+        found = re.search(rf"^\| {re.escape(name)}[^|]*{cells[1:]} \|$", text, re.M)
         assert found is not None, name
-        wanted = (limits[torch.float32], limits[torch.bfloat16])
         assert tuple(_number(cell) for cell in found.groups()) == wanted, name
-        assert limits[torch.float16] == limits[torch.bfloat16], name
 
 
 def test_every_command_is_on_the_first_page() -> None:
