@@ -19,6 +19,7 @@ from .kv import ProjectedKV
 from .norm import Norm
 from .prepare import Prepared, autocast, autocast_dtype, block_tensors, check_once, prepare
 from .rope import RoPE, RopeLike, Rotation
+from .rules import is_dtensor
 
 DEFAULT_ROPE = RoPE()
 
@@ -233,8 +234,9 @@ def isolating(make: Callable[[Arguments], ProjectedKV], a: Arguments) -> Project
 
 def _without_broken_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
     """``x`` [B, T, C] with 0 in tokens that hold NaN or Inf, and bool [B, T]: which those are."""
-    broken = ~x.isfinite().all(-1)
-    return x.masked_fill(broken[..., None], 0.0), broken
+    broken: Any = ~x.isfinite().all(-1)
+    zeroed = x.masked_fill(broken[..., None], 0.0)
+    return zeroed, broken.full_tensor() if is_dtensor(broken) else broken
 
 
 def _attend(a: Arguments, projected: bool) -> Any:

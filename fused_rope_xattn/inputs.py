@@ -17,7 +17,17 @@ from .arguments import Arguments, Problem, Side, Sizes
 from .kv import ProjectedKV
 from .norm import Norm
 from .rope import RoPE, RopeLike, RotaryTable, sides
-from .rules import Rule, apply_rules, count_rules, is_bool, is_number, kind_rule, show
+from .rules import (
+    Rule,
+    apply_rules,
+    check_is_local,
+    count_rules,
+    is_bool,
+    is_number,
+    kind_rule,
+    probability_rules,
+    show,
+)
 
 PATHS = ("auto", "fused", "split", "composite")
 
@@ -111,6 +121,7 @@ def check_tensor(name: str, x: Any, sizes: Sizes, rule_name: str = "") -> None:
     """Raise what is wrong with tensor argument ``name``, if anything."""
     rule = TENSORS[rule_name or name]
     _check_is_dense(name, x)
+    check_is_local(name, x)
     if rule.dtypes is None:
         if x.dtype != sizes.dtype:
             raise TypeError(
@@ -206,16 +217,6 @@ SCALE_RULES = (
         "a finite number",
     ),
 )
-
-
-def probability_rules(argument: str) -> tuple[Rule, Rule]:
-    def holds(a: Any) -> bool:
-        return bool(0 <= getattr(a, argument) <= 1)
-
-    return (
-        kind_rule(argument, is_number, "a number"),
-        Rule(argument, ValueError, holds, "a probability within [0, 1]"),
-    )
 
 
 # The subject is an Arguments.

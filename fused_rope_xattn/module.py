@@ -13,7 +13,13 @@ from .config import as_text
 from .functional import attend, isolating, project_keys_and_values
 from .inputs import check_tokens
 from .kv import ProjectedKV
-from .module_rules import ModuleOptions, check_module_rope, check_options
+from .module_rules import (
+    ModuleOptions,
+    check_module_rope,
+    check_options,
+    check_shares,
+    heads_of,
+)
 from .norm import Norm
 from .planner import warn_once
 from .prepare import without_removed_tokens
@@ -226,7 +232,7 @@ class FusedRoPECrossAttention(nn.Module):
         return changed
 
     def _project_kv(self, options: Arguments, changed: dict[str, str]) -> ProjectedKV:
-        if changed.keys().isdisjoint(("k_proj", "v_proj", "k_norm")):
+        if not any(name in changed for name in ("k_proj", "v_proj", "k_norm")):
             w_k, b_k = weight_and_bias(self._modules["k_proj"])
             w_v, b_v = weight_and_bias(self._modules["v_proj"])
             k_norm = as_norm(self._modules["k_norm"], self.qk_norm_over)
@@ -234,8 +240,8 @@ class FusedRoPECrossAttention(nn.Module):
             return project_keys_and_values(with_weights)
         x_value = options.x_kv if options.x_value is None else options.x_value
         k, v = self.k_proj(options.x_kv), self.v_proj(x_value)
-        # Heads by width: a projection that is sharded over devices holds only some of them.
-        kv_heads = k.shape[-1] // self.head_dim
+        kv_heads = heads_of("k_proj", k, self.head_dim)
+        heads_of("v_proj", v, self.head_dim)
         k, k_norm = self._normed(k, "k_norm", kv_heads, changed)
         return project_keys_and_values(
             options._replace(
@@ -266,7 +272,8 @@ class FusedRoPECrossAttention(nn.Module):
                 changed,
             )
         q = self.q_proj(options.x_query)
-        heads = q.shape[-1] // self.head_dim
+        heads = heads_of("q_proj", q, self.head_dim)
+        check_shares(heads, kv.k.shape[1], self.num_heads, self.num_kv_heads)
         q, q_norm = self._normed(q, "q_norm", heads, changed)
         attended = attend(
             options._replace(

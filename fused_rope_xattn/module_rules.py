@@ -5,10 +5,19 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
-from .inputs import FLOATS, SCALE_RULES, check_rope, probability_rules
+from .inputs import FLOATS, SCALE_RULES, check_rope
 from .rope import RopeLike, RotaryTable, sides
-from .rules import Rule, apply_rules, count_rules, is_bool, kind_rule
+from .rules import (
+    Rule,
+    apply_rules,
+    check_is_local,
+    count_rules,
+    is_bool,
+    kind_rule,
+    probability_rules,
+)
 
 
 class ModuleOptions(NamedTuple):
@@ -91,3 +100,22 @@ def check_module_rope(rope: RopeLike, head_dim: int) -> None:
                 "and state_dict() would miss in a module; pass it to forward(rope=...)"
             )
     check_rope(rope, head_dim)
+
+
+def heads_of(name: str, x: Tensor, head_dim: int) -> int:
+    """How many heads a projection made: one that is sharded over devices makes only some."""
+    check_is_local(name, x, "parallelize it with use_local_output=True")
+    width = x.shape[-1]
+    if width == 0 or width % head_dim:
+        raise ValueError(f"{name}: expected whole heads of {head_dim} dims, got {width} dims")
+    return width // head_dim
+
+
+def check_shares(heads: int, kv_heads: int, num_heads: int, num_kv_heads: int) -> None:
+    """The heads of this process belong together: a share of all, or the one head of the keys."""
+    is_one = kv_heads == num_kv_heads == 1
+    if not is_one and heads * num_kv_heads != kv_heads * num_heads:
+        raise ValueError(
+            f"num_kv_heads: expected the same share of {num_heads} query heads and {num_kv_heads} "
+            f"key heads, got {heads} and {kv_heads} of them"
+        )

@@ -50,6 +50,16 @@ def count_rules(argument: str, optional: bool = False) -> tuple[Rule, Rule]:
     )
 
 
+def probability_rules(argument: str) -> tuple[Rule, Rule]:
+    def holds(a: Any) -> bool:
+        return bool(0 <= getattr(a, argument) <= 1)
+
+    return (
+        kind_rule(argument, is_number, "a number"),
+        Rule(argument, ValueError, holds, "a probability within [0, 1]"),
+    )
+
+
 def show(x: Any, with_type: bool = True) -> str:
     """A value that is short, else its type."""
     if x is None:
@@ -71,3 +81,13 @@ def is_count(x: Any) -> bool:
 
 def is_bool(x: Any) -> bool:
     return isinstance(x, bool)
+
+
+def is_dtensor(x: Any) -> bool:
+    return type(x).__name__ == "DTensor"  # the module that defines it takes long to import
+
+
+def check_is_local(name: str, x: Any, hint: str = "give x.to_local()") -> None:
+    """DTensors go to children that are sharded themselves, and no further."""
+    if is_dtensor(x):
+        raise TypeError(f"{name}: expected a tensor of this process, got a DTensor ({hint})")

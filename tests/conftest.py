@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
 
 # cuBLAS reads it once, at its first call; deterministic backwards need it.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -14,6 +16,7 @@ import pytest
 import torch
 
 from problems import Target
+from processes import WORLD, TwoProcesses, in_two_processes
 
 HAS_GPU = torch.cuda.is_available()
 CPU = pytest.param(Target("cpu", "composite"), id="cpu-composite")
@@ -86,6 +89,14 @@ def target(request: pytest.FixtureRequest) -> Target:
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> str:
     return request.param
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def two_processes(request: pytest.FixtureRequest, tmp_path: Path) -> TwoProcesses:
+    """``two_processes(work, *args)``: over gloo, and over NCCL where each can have a GPU."""
+    if request.param == "cuda" and torch.cuda.device_count() < WORLD:
+        pytest.skip(f"{torch.cuda.device_count()} CUDA device(s): NCCL needs one for each process")
+    return partial(in_two_processes, tmp_path, request.param)
 
 
 @pytest.fixture

@@ -1,8 +1,8 @@
-"""Two processes on the CPU: data parallel, fully sharded, and tensor parallel over heads."""
+"""Two processes: data parallel, fully sharded, and tensor parallel over heads."""
 
 from __future__ import annotations
 
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,9 +14,8 @@ from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     set_model_state_dict,
 )
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -25,7 +24,8 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 from fused_rope_xattn import FusedRoPECrossAttention, cross_attention
-from processes import WORLD, assert_same, in_two_processes
+from problems import assert_tensor_near
+from processes import WORLD, TwoProcesses, assert_same, here, mesh, whole
 
 pytestmark = pytest.mark.slow
 
@@ -34,13 +34,13 @@ DIM, HEADS = 32, 4
 
 def build(**options: Any) -> FusedRoPECrossAttention:
     torch.manual_seed(0)
-    return FusedRoPECrossAttention(DIM, HEADS, **{"bias": True, **options})
+    return FusedRoPECrossAttention(DIM, HEADS, **{"bias": True, "device": here(), **options})
 
 
 def batch(samples: int = 4) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and a goal, the same in all processes."""
     torch.manual_seed(1)
-    return tuple(torch.randn(samples, tokens, DIM) for tokens in (9, 13, 9))
+    return tuple(torch.randn(samples, tokens, DIM, device=here()) for tokens in (9, 13, 9))
 
 
 def part(x: Tensor, rank: int) -> Tensor:
@@ -63,7 +63,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def _ddp(rank: int, options: dict[str, Any]) -> None:
     single, twin = build(**options), DistributedDataParallel(build(**options))
     x, kv, goal = batch()
-    lengths = torch.tensor([13, 5, 0, 9])
+    lengths = torch.tensor([13, 5, 0, 9], device=here())
     loss_of(single(x, kv, kv_lengths=lengths), goal).backward()
     y = twin(part(x, rank), part(kv, rank), kv_lengths=part(lengths, rank))
     loss_of(y, part(goal, rank)).backward()
@@ -72,8 +72,8 @@ def _ddp(rank: int, options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
-def test_ddp(tmp_path: Path, options: dict[str, Any]) -> None:
-    in_two_processes(_ddp, tmp_path, options)
+def test_ddp(two_processes: TwoProcesses, options: dict[str, Any]) -> None:
+    two_processes(_ddp, options)
 
 
 def _ddp_with_dropout_and_frozen_keys(rank: int) -> None:
@@ -93,8 +93,8 @@ def _ddp_with_dropout_and_frozen_keys(rank: int) -> None:
     assert torch.equal(others[0], others[1]) and bool(mine.isfinite().all())
 
 
-def test_ddp_with_dropout_and_frozen_keys(tmp_path: Path) -> None:
-    in_two_processes(_ddp_with_dropout_and_frozen_keys, tmp_path)
+def test_ddp_with_dropout_and_frozen_keys(two_processes: TwoProcesses) -> None:
+    two_processes(_ddp_with_dropout_and_frozen_keys)
 
 
 # ---- fully sharded ----
@@ -112,14 +112,13 @@ class Blocks(nn.Module):
 
 
 def _fsdp(rank: int, options: dict[str, Any], by_linear: bool) -> None:
-    mesh = init_device_mesh("cpu", (WORLD,))
     single, sharded = Blocks(**options), Blocks(**options)
     for block in sharded.blocks:
         if by_linear:
             for name in ("q_proj", "k_proj", "v_proj", "out_proj"):
-                fully_shard(getattr(block, name), mesh=mesh)
-        fully_shard(block, mesh=mesh)
-    fully_shard(sharded, mesh=mesh)
+                fully_shard(getattr(block, name), mesh=mesh())
+        fully_shard(block, mesh=mesh())
+    fully_shard(sharded, mesh=mesh())
     x, kv, goal = batch()
     optimisers = [torch.optim.SGD(m.parameters(), lr=0.5) for m in (single, sharded)]
     for _ in range(2):
@@ -135,18 +134,16 @@ def _fsdp(rank: int, options: dict[str, Any], by_linear: bool) -> None:
 
 @pytest.mark.parametrize("by_linear", [False, True], ids=["blocks", "linears"])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
-def test_fsdp2(tmp_path: Path, options: dict[str, Any], by_linear: bool) -> None:
+def test_fsdp2(two_processes: TwoProcesses, options: dict[str, Any], by_linear: bool) -> None:
     """Shards of whole blocks, and shards of each linear, which is then called itself."""
-    in_two_processes(_fsdp, tmp_path, options, by_linear)
+    two_processes(_fsdp, options, by_linear)
 
 
 def _fsdp_from_meta(rank: int) -> None:
-    mesh = init_device_mesh("cpu", (WORLD,))
     single = build(qk_norm="layer", rope_base=77.0)
-    with torch.device("meta"):
-        late = build(qk_norm="layer", rope_base=77.0)
-    fully_shard(late, mesh=mesh)
-    late.to_empty(device="cpu")
+    late = build(qk_norm="layer", rope_base=77.0, device="meta")
+    fully_shard(late, mesh=mesh())
+    late.to_empty(device=here())
     full = StateDictOptions(full_state_dict=True)
     set_model_state_dict(late, single.state_dict(), options=full)
     x, kv, _ = batch()
@@ -158,8 +155,43 @@ def _fsdp_from_meta(rank: int) -> None:
         assert all(torch.equal(state[n], want[n]) for n in want)
 
 
-def test_fsdp2_from_meta_and_back_to_a_state_dict(tmp_path: Path) -> None:
-    in_two_processes(_fsdp_from_meta, tmp_path)
+def test_fsdp2_from_meta_and_back_to_a_state_dict(two_processes: TwoProcesses) -> None:
+    two_processes(_fsdp_from_meta)
+
+
+def _fsdp_in_bf16(rank: int, options: dict[str, Any]) -> None:
+    sharded = Blocks(**options, device="meta")
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for part_of_model in (*sharded.blocks, sharded):
+        fully_shard(part_of_model, mesh=mesh(), mp_policy=policy)
+    sharded.to_empty(device=here())
+    for child in sharded.modules():
+        if hasattr(child, "reset_parameters"):
+            child.reset_parameters()
+    single = Blocks(**options)
+    single.load_state_dict({n: p.full_tensor() for n, p in sharded.named_parameters()})
+    single.bfloat16()
+    x, kv, goal = batch()
+    totals = [torch.zeros_like(p, dtype=torch.float32) for p in single.parameters()]
+    for r in range(WORLD):  # each process's gradients are rounded before fp32 adds them up
+        want = single(part(x, r).bfloat16(), part(kv, r).bfloat16())
+        grads = torch.autograd.grad(loss_of(want, part(goal, r)), list(single.parameters()))
+        for total, grad in zip(totals, grads):
+            total += grad.float() / WORLD
+        if r == rank:
+            y = sharded(part(x, r), part(kv, r))
+            assert y.dtype == torch.bfloat16
+            assert_tensor_near(y, want, 4)
+    loss_of(y, part(goal, rank)).backward()
+    for (name, q), total in zip(sharded.named_parameters(), totals, strict=True):
+        assert q.grad.dtype == torch.float32
+        assert_tensor_near(whole(q.grad), total, 4, name, torch.finfo(torch.bfloat16).eps)
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
+def test_fsdp2_in_bf16_from_meta(two_processes: TwoProcesses, options: dict[str, Any]) -> None:
+    """Made on meta and reset there after; computed in bf16, gradients added up in fp32."""
+    two_processes(_fsdp_in_bf16, options)
 
 
 # ---- tensor parallel over heads ----
@@ -173,12 +205,11 @@ PLAN = {
 
 
 def _tensor_parallel(rank: int, options: dict[str, Any]) -> None:
-    mesh = init_device_mesh("cpu", (WORLD,))
     single, sharded = build(**options), build(**options)
-    parallelize_module(sharded, mesh, {name: style() for name, style in PLAN.items()})
+    parallelize_module(sharded, mesh(), {name: style() for name, style in PLAN.items()})
     x, kv, goal = batch()
-    bias = torch.randn(HEADS, 9, 13)
-    keep = torch.rand(4, HEADS, 1, 13) < 0.7
+    bias = torch.randn(HEADS, 9, 13, device=here())
+    keep = torch.rand(4, HEADS, 1, 13, device=here()) < 0.7
     mine = slice(rank * HEADS // WORLD, (rank + 1) * HEADS // WORLD)
     y = single(x, kv, attn_bias=bias, kv_keep_mask=keep)
     z = sharded(x, kv, attn_bias=bias[mine], kv_keep_mask=keep[:, mine])
@@ -195,9 +226,9 @@ def _tensor_parallel(rank: int, options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
-def test_tensor_parallel_over_heads(tmp_path: Path, options: dict[str, Any]) -> None:
+def test_tensor_parallel_over_heads(two_processes: TwoProcesses, options: dict[str, Any]) -> None:
     """Masks and biases with an axis of heads are given as each process's share."""
-    in_two_processes(_tensor_parallel, tmp_path, options)
+    two_processes(_tensor_parallel, options)
 
 
 def _tensor_parallel_by_function(rank: int) -> None:
@@ -220,19 +251,94 @@ def _tensor_parallel_by_function(rank: int) -> None:
     assert_same(columns.grad, module.out_proj.weight.grad.chunk(WORLD, dim=1)[rank])
 
 
-def test_tensor_parallel_by_the_function(tmp_path: Path) -> None:
-    in_two_processes(_tensor_parallel_by_function, tmp_path)
+def test_tensor_parallel_by_the_function(two_processes: TwoProcesses) -> None:
+    two_processes(_tensor_parallel_by_function)
 
 
-def _inner_norms(rank: int) -> None:
-    """A norm over all heads needs all of them: refused by name, not computed over a share."""
-    sharded = build(qk_norm="rms", qk_norm_over="inner")
-    mesh = init_device_mesh("cpu", (WORLD,))
-    parallelize_module(sharded, mesh, {name: style() for name, style in PLAN.items()})
+TOKENS = {"replicated": Replicate(), "sequence": Shard(1)}
+
+
+def _tensor_parallel_of_dtensors(rank: int, options: dict[str, Any], tokens: Placement) -> None:
+    single, sharded = build(**options), build(**options)
+    into = {name: ColwiseParallel(input_layouts=tokens) for name in PLAN}
+    out = RowwiseParallel(output_layouts=tokens, use_local_output=False)
+    parallelize_module(sharded, mesh(), into | {"out_proj": out})
+    leaves = [t.requires_grad_() for t in batch()[:2]]
+    shards = [distribute_tensor(t.detach(), mesh(), [tokens]).requires_grad_() for t in leaves]
+    goal = batch()[2]
+    y, z = single(*leaves), sharded(*shards)
+    assert isinstance(z, DTensor)
+    assert z.placements == (tokens,)
+    assert_same(z, y)
+    loss_of(y, goal).backward()
+    loss_of(z, distribute_tensor(goal, mesh(), [tokens])).backward()
+    for name, a, b in zip(("x_query", "x_kv"), shards, leaves):
+        assert_same(a.grad, b.grad, name)
+    for (name, p), q in zip(single.named_parameters(), sharded.parameters(), strict=True):
+        if "norm" in name:
+            dist.all_reduce(q.grad)
+        assert_same(q.grad, p.grad, name)
+    assert_same(sharded(shards[0], sharded.project_kv(shards[1])), y)
+
+
+@pytest.mark.parametrize("tokens", TOKENS.values(), ids=TOKENS.keys())
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
+def test_tensor_parallel_of_dtensors(
+    two_processes: TwoProcesses, options: dict[str, Any], tokens: Placement
+) -> None:
+    """Tokens come as DTensors and leave as DTensors, whole or cut along the sequence."""
+    two_processes(_tensor_parallel_of_dtensors, options, tokens)
+
+
+QUERIES_ONLY = {name: PLAN[name] for name in ("q_proj", "out_proj")}
+
+
+def _one_key_head(rank: int) -> None:
+    single, sharded = build(num_kv_heads=1), build(num_kv_heads=1)
+    parallelize_module(sharded, mesh(), {name: style() for name, style in QUERIES_ONLY.items()})
+    x, kv, goal = batch()
+    y, z = single(x, kv), sharded(x, kv)
+    assert_same(z, y)
+    loss_of(y, goal).backward()
+    loss_of(z, goal).backward()
+    for (name, p), q in zip(single.named_parameters(), sharded.parameters(), strict=True):
+        if name.startswith(("k_", "v_")):
+            dist.all_reduce(q.grad)
+        assert_same(q.grad, p.grad, name)
+
+
+def test_tensor_parallel_with_one_key_head(two_processes: TwoProcesses) -> None:
+    """All processes hold it: only queries and output are sharded."""
+    two_processes(_one_key_head)
+
+
+def _refusals(rank: int) -> None:
     x, kv, _ = batch()
-    with pytest.raises(ValueError, match=r"k_norm\.weight"):
-        sharded(x, kv)
+    dx, dkv = (distribute_tensor(t, mesh(), [Replicate()]) for t in (x, kv))
+    mask = torch.ones(4, 13, dtype=torch.bool, device=here())
+
+    def refused(module: nn.Module, error: Any, message: str, *call: Any, **options: Any) -> None:
+        with pytest.raises(error, match=message):
+            module(*call, **options)
+
+    def sharded(plan: dict[str, Any], **options: Any) -> nn.Module:
+        styles = {name: style() for name, style in plan.items()}
+        return parallelize_module(build(**options), mesh(), styles)
+
+    over_all = sharded(PLAN, qk_norm="rms", qk_norm_over="inner")
+    refused(over_all, ValueError, r"^k_norm\.weight: ", x, kv)
+    refused(sharded(PLAN, num_kv_heads=1), ValueError, "^k_proj: expected whole heads", x, kv)
+    refused(sharded(QUERIES_ONLY, num_kv_heads=2), ValueError, "^num_kv_heads: .* share", x, kv)
+    refused(build(), TypeError, "^x_query: .*, got a DTensor", dx, dkv)
+    refused(build(), TypeError, "^x_kv: .*, got a DTensor", x, dkv)
+    refused(sharded(PLAN), TypeError, "^x_kv: .*, got a DTensor", x, dkv, kv_keep_mask=mask)
+    whole_mask = distribute_tensor(mask, mesh(), [Replicate()])
+    refused(sharded(PLAN), TypeError, "^kv_keep_mask: ", x, kv, kv_keep_mask=whole_mask)
+    for name in ("q_proj", "k_proj", "v_proj"):
+        kept = PLAN | {name: partial(ColwiseParallel, use_local_output=False)}
+        refused(sharded(kept), TypeError, f"^{name}: .*use_local_output=True", x, kv)
 
 
-def test_tensor_parallel_refuses_norms_over_all_heads(tmp_path: Path) -> None:
-    in_two_processes(_inner_norms, tmp_path)
+def test_tensor_parallel_refuses_what_it_cannot_do(two_processes: TwoProcesses) -> None:
+    """By name, and before anything is computed over a share that needs the whole."""
+    two_processes(_refusals)

@@ -28,7 +28,8 @@ from fused_rope_xattn import (
     swap_cross_attention,
 )
 from fused_rope_xattn.arguments import Arguments
-from fused_rope_xattn.prepare import prepare
+from fused_rope_xattn.module_rules import check_shares, heads_of
+from fused_rope_xattn.prepare import prepare, without_removed_tokens
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs/troubleshooting.md"
@@ -138,6 +139,11 @@ def direct() -> None:
     y.sum().backward()
 
 
+def as_dtensor(x: torch.Tensor) -> torch.Tensor:
+    """What is told from a DTensor by nobody who goes by names; a true one takes processes."""
+    return x.as_subclass(type("DTensor", (torch.Tensor,), {}))
+
+
 Maker = Callable[[pytest.MonkeyPatch], Any]
 
 
@@ -164,6 +170,13 @@ MAKERS: tuple[Maker, ...] = (
     lambda patch: RoPE(rotary_dim=6, axes=2),
     lambda patch: cached(k_positions=torch.arange(7)),
     at_call(w_out=None, b_out=torch.zeros(64)),
+    at_call(x_query=as_dtensor(X)),
+    lambda patch: without_removed_tokens(
+        Arguments(X, as_dtensor(KV), kv_lengths=torch.zeros(2, dtype=torch.int64))
+    ),
+    lambda patch: heads_of("q_proj", as_dtensor(X), 16),
+    lambda patch: heads_of("k_proj", KV[..., :8], 16),
+    lambda patch: check_shares(2, 2, 4, 2),
     at_call(path="split"),
     lambda patch: on_a_gpu(20, path="split"),
     lambda patch: on_a_gpu(16, path="fused", dropout_p=0.1),

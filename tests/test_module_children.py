@@ -236,3 +236,19 @@ def test_parameter_hooks_run(target: Target) -> None:
     module.v_proj.weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.shape))
     module(*data(target.device)).sum().backward()
     assert sorted(seen) == [(64, 64), (64, 64)]
+
+
+@pytest.mark.parametrize("changed", [(), ("q_proj",), ("k_proj",)], ids=["none", "q", "k"])
+def test_project_kv_and_forward_are_one_graph(changed: tuple[str, ...]) -> None:
+    module = build(num_kv_heads=2)
+    for name in changed:
+        _lora(module, name)
+
+    def both(x: Tensor, kv: Tensor) -> tuple[Tensor, Tensor]:
+        return module(x, kv), module(x, module.project_kv(kv))
+
+    compiled = torch.compile(both, backend="eager", fullgraph=True, dynamic=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for got, want in zip(compiled(*data()), both(*data())):
+            assert_tensor_near(got, want)

@@ -21,7 +21,7 @@ from fused_rope_xattn import (
 )
 from fused_rope_xattn.verify.cases import Case, Inputs, draw_inputs
 from problems import SMALL, assert_tensor_near
-from processes import in_two_processes
+from processes import TwoProcesses, here
 
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -66,7 +66,8 @@ def slice_of(inputs: Inputs, start: int, stop: int) -> Inputs:
         tables = (t[..., start:stop, :] for t in (k_rope.cos, k_rope.sin))
         fixed["rope"] = (rope[0], RotaryTable(*tables, interleaved=k_rope.interleaved))
     if isinstance(k_rope, RoPE) and not inputs.case.projected:
-        positions = inputs.fixed.get("k_positions", torch.arange(inputs.case.Tk))
+        default = torch.arange(inputs.case.Tk, device=here())
+        positions = inputs.fixed.get("k_positions", default)
         axis = positions.dim() - 1 - (k_rope.axes > 1)
         fixed["k_positions"] = positions.narrow(axis, start, stop - start)
     return Inputs(inputs.case, inputs.seed, leaves, fixed, inputs.grads)
@@ -84,7 +85,7 @@ def results(fn: Any, inputs: Inputs) -> dict[str, Tensor]:
 
 
 def _compare(case: Case, rank: int, border: int) -> None:
-    inputs = draw_inputs(case, seed=3)
+    inputs = draw_inputs(case, here(), seed=3)
     want = results(cross_attention, inputs)
     start, stop = ((0, border), (border, case.Tk))[rank]
     got = results(cross_attention_sharded_keys, slice_of(inputs, start, stop))
@@ -106,7 +107,7 @@ def _compare_all(rank: int) -> None:
 
 def _partial_results(rank: int) -> None:
     """merge_partial alone, on what a call without w_out returns; nothing travels backward."""
-    inputs = draw_inputs(replace(SMALL, Dout=0, lse=True, rope="none"), seed=5)
+    inputs = draw_inputs(replace(SMALL, Dout=0, lse=True, rope="none"), here(), seed=5)
     want = results(cross_attention, inputs)
     start, stop = ((0, 20), (20, 50))[rank]
 
@@ -128,9 +129,9 @@ def _everything(rank: int) -> None:
 
 
 @pytest.mark.slow
-def test_two_processes_compute_what_one_does(tmp_path: Path) -> None:
+def test_two_processes_compute_what_one_does(two_processes: TwoProcesses) -> None:
     """Outputs, lse and every gradient; slices of unequal length, one of them empty."""
-    in_two_processes(_everything, tmp_path)
+    two_processes(_everything)
 
 
 @pytest.fixture
