@@ -15,10 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fused_rope_xattn.__main__ import main
-from fused_rope_xattn.commands import _lengths
+from fused_rope_xattn.commands import _lengths, _speed
 from fused_rope_xattn.verify import bench, cores, figures, roofline, swap_bench, sweep, timing
 from fused_rope_xattn.verify.case import Case, draw_inputs
-from fused_rope_xattn.verify.cases import BASELINE, NAMED
+from fused_rope_xattn.verify.cases import BASELINE, NAMED, ROWS
 from fused_rope_xattn.verify.peers import Peer, eager_block, peers_of
 from fused_rope_xattn.verify.swap_cases import SWAP_CASES
 
@@ -262,6 +262,31 @@ def test_deadline() -> None:
     assert not timing.Deadline(None).passed
     assert timing.Deadline(0.0).passed
     assert 0 < timing.Deadline(60.0).left <= 60
+    interrupted = timing.Deadline(None)
+    with interrupted.until_interrupted():
+        raise KeyboardInterrupt
+    assert interrupted.passed
+
+
+def test_what_was_measured_before_ctrl_c_is_kept(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def measure(case: Case, *_: Any, **__: Any) -> dict[str, Any]:
+        if case.name == "seed_bf16":
+            raise KeyboardInterrupt
+        return {"name": case.name}
+
+    monkeypatch.setattr(_speed, "measure", measure)
+    names = ("seed_fp32", "seed_bf16", "large_bf16")
+    rows = _speed.measure_all(
+        [ROWS[name] for name in names],
+        CPU,
+        protocol=bench.Protocol(),
+        seed=1,
+        deadline=timing.Deadline(None),
+    )
+    assert rows == [{"name": "seed_fp32"}]
+    assert "the time was up: seed_bf16, large_bf16" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

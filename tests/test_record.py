@@ -195,6 +195,7 @@ RECORD = {
     "speed": section({"rows": [SPEED]}),
     "tests": section({"rows": [TESTS], "unfinished": ["tests/test_y.py"]}),
     "swap": section({"rows": SWAPS}),
+    "fuzz": section({"problems": 1000, "failed": 1, "seed": 7}),
 }
 
 
@@ -202,7 +203,10 @@ def test_page_comes_from_the_file(tmp_path: Path) -> None:
     source, page = tmp_path / "x.json", tmp_path / "README.md"
     source.write_text(json.dumps(RECORD))
     (begin, end), (begin_2, end_2) = map(_markdown.markers, ("verification", "swap"))
-    page.write_text(f"before\n{begin}\nold\n{end}\nbetween\n{begin_2}\n{end_2}\nafter\n")
+    begin_3, end_3 = _markdown.markers("speed")
+    page.write_text(
+        f"before\n{begin}\nold\n{end}\nbetween\n{begin_2}\n{end_2}\n{begin_3}\n{end_3}\nafter\n"
+    )
     assert main(["bench", "--render", str(source), "--into", str(page)]) == 0
     text = page.read_text()
     assert text.startswith("before\n")
@@ -212,12 +216,13 @@ def test_page_comes_from_the_file(tmp_path: Path) -> None:
     assert "| seed_bf16 | fwd | 5.0 | 25.0 | compile flash | 5.00x | 20.0 | 100 |" in text
     assert "| bf16 | split | 1 | 0.75 | one |" in text
     assert "NVIDIA X" in text
+    assert "Of 1,000 random problems over all options (`fuzz --seed 7`), 999 passed" in text
     assert "3 tests passed, 1 failed, 1 failed as expected, 2 skipped (2: no second GPU)" in text
     assert "not finished: tests/test_y.py" in text
     numbers = "50.0 | 4.00x | 7.0 | 2.0e-03 | 500 | 1.00x | 7.0 | 3.0e-03"
     assert f"| some_block | swapped | {numbers} |" in text
-    assert "Not measured: some_block, original compiled: the time was up." in text
-    assert "Not measured: other_block: diffusers is not installed." in text
+    assert "Not measured, the time was up: some_block (original compiled)." in text
+    assert "Not measured, diffusers is not installed: other_block." in text
 
 
 def test_page_without_its_markers_is_refused(tmp_path: Path) -> None:
@@ -232,7 +237,7 @@ def test_page_without_its_markers_is_refused(tmp_path: Path) -> None:
 
 def test_record_in_this_tree_can_be_rendered_into_its_pages(tmp_path: Path) -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    for name in ("verification", "swap"):
+    for name in ("speed", "verification", "swap"):
         assert all(text.count(marker) == 1 for marker in _markdown.markers(name))
     readme = tmp_path / "README.md"
     readme.write_text(text, encoding="utf-8")

@@ -39,7 +39,7 @@ LENGTHS = tuple(2**n for n in range(4, 14))
 
 def speed() -> str:
     """Time of the best peer over ours, a bar for each problem and pass."""
-    lines = [line for row in record.speed(record.read()) for line in lines_of(row)]
+    lines = [line for row in record.speed() for line in lines_of(row)]
     figure, axes = _axes(7.2, 0.24 * len(lines) + 0.9)
     for at, line in enumerate(reversed(lines)):
         ratio = line.speed_up or 0.0
@@ -61,7 +61,7 @@ def roofline() -> str:
         roof = [min(peak, x * PEAK_BYTES) / 1e12 for x in intensity]
         axes.plot(intensity, roof, color="black", linewidth=1)
         axes.text(intensity[-1], peak / 1e12 * 1.06, f"{dtype} peak", ha="right", fontsize=8)
-    for row in record.speed(record.read()):
+    for row in record.speed():
         case = row["case"]
         if case["dtype"] not in PEAK_FLOPS:
             continue

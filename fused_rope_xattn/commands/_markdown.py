@@ -23,7 +23,9 @@ def markers(name: str) -> tuple[str, str]:
 def sections(record: Record) -> dict[str, str]:
     """What a record can say, by the names of its markers."""
     found = {}
-    if any(name in record for name in ("speed", "accuracy", "tests")):
+    if "speed" in record:
+        found["speed"] = f"{_head(record, 'speed')}.\n\n{_speed(record['speed']['result']['rows'])}"
+    if any(name in record for name in ("accuracy", "tests")):
         found["verification"] = verification(record)
     if "swap" in record:
         found["swap"] = f"{_head(record, 'swap')}.\n\n{_swap(record['swap']['result']['rows'])}"
@@ -54,10 +56,10 @@ def write_between_markers(path: Path, found: dict[str, str]) -> None:
 
 
 def verification(record: Record) -> str:
-    """Speed, accuracy and the outcome of the tests."""
-    parts = [f"{_head(record, 'speed', 'accuracy', 'tests')}; {_tests(record)}."]
-    if "speed" in record:
-        parts.append(_speed(record["speed"]["result"]["rows"]))
+    """Accuracy and the outcome of the tests, with random problems if there were some."""
+    parts = [f"{_head(record, 'accuracy', 'tests')}; {_tests(record)}."]
+    if "fuzz" in record:
+        parts[0] += f" {_fuzz(record['fuzz']['result'])}"
     if "accuracy" in record:
         parts.append(_accuracy(record["accuracy"]["result"]["checks"]))
     return "\n\n".join(parts)
@@ -94,6 +96,14 @@ def _tests(record: Record) -> str:
     if result["unfinished"]:
         text += f"; not finished: {', '.join(result['unfinished'])}"
     return text
+
+
+def _fuzz(result: dict[str, Any]) -> str:
+    passed = result["problems"] - result["failed"]
+    return (
+        f"Of {result['problems']:,} random problems over all options (`fuzz --seed"
+        f" {result['seed']}`), {passed:,} passed against fp64."
+    )
 
 
 def _speed(rows: list[dict[str, Any]]) -> str:
@@ -139,7 +149,7 @@ def _swap(rows: list[dict[str, Any]]) -> str:
         "peak, MiB", "error of gradients",
     )  # fmt: skip
     return table(headings, "llrrrrrrrr", swap_cells(rows)) + "".join(
-        f"\n\nNot measured: {gap}." for gap in swap_gaps(rows)
+        f"\n\nNot measured, {gap}." for gap in swap_gaps(rows)
     )
 
 

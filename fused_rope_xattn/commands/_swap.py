@@ -36,7 +36,7 @@ def run(args: argparse.Namespace, names: list[str]) -> list[dict[str, Any]]:
         )
     console().print(swap_table(rows))
     for gap in swap_gaps(rows):
-        print(f"Not measured: {gap}")
+        print(f"Not measured, {gap}")
     if args.record:
         merge_rows(args.record, "swap", [row for row in rows if row.get("why") != LATE])
     return rows

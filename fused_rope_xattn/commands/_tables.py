@@ -129,13 +129,15 @@ def swap_cells(rows: list[dict[str, Any]]) -> list[list[str]]:
 
 
 def swap_gaps(rows: list[dict[str, Any]]) -> list[str]:
-    """What did not run, and why."""
-    gaps = [f"{row['name']}: {row['why']}" for row in rows if "why" in row]
+    """What did not run, a line for each reason."""
+    gaps: dict[str, list[str]] = {}
     for row in rows:
+        if "why" in row:
+            gaps.setdefault(row["why"], []).append(row["name"])
         for name, found in row.get("variants", {}).items():
             if "why" in found:
-                gaps.append(f"{row['name']}, {name}: {found['why']}")
-    return gaps
+                gaps.setdefault(found["why"], []).append(f"{row['name']} ({name})")
+    return [f"{why}: {', '.join(names)}" for why, names in gaps.items()]
 
 
 SWEEP_WORDS = ("dtype", "pass", "path")

@@ -169,7 +169,8 @@ def run_tests(paths: list[Path], deadline: Deadline) -> tuple[list[dict[str, Any
         command += ["--outcomes", str(report), *map(str, paths)]
         if deadline.left < math.inf:
             command += ["--stop-after", str(max(0.0, deadline.left))]
-        subprocess.run(command, check=False)
+        with deadline.until_interrupted():
+            subprocess.run(command, check=False)
         if not report.exists():
             raise SystemExit("pytest wrote no outcomes; what it printed is above")
         return outcomes.summary(report)

@@ -51,21 +51,23 @@ def measure_swaps(
     rows: list[dict[str, Any]] = []
     for case in cases:
         report(case.name)
+        row: dict[str, Any] = {"name": case.name, "why": LATE}
         if case.missing:
-            rows.append({"name": case.name, "why": f"{case.missing} is not installed"})
-        elif deadline.passed:
-            rows.append({"name": case.name, "why": LATE})
-        else:
-            rows.append(_measure(case, PLAIN, device, small, seed))
+            row["why"] = f"{case.missing} is not installed"
+        elif not deadline.passed:
+            with deadline.until_interrupted():
+                row = _measure(case, PLAIN, device, small, seed)
+        rows.append(row)
     slowest = COMPILE_S
     for case, row in zip(cases, rows, strict=True):
         for variant in COMPILED if compile and "variants" in row else ():
             report(f"{case.name}: {variant}")
+            row["variants"][variant] = {"why": LATE}
             if deadline.left < slowest:
-                row["variants"][variant] = {"why": LATE}
                 continue
             started = time.perf_counter()
-            row["variants"] |= _measure(case, (variant,), device, small, seed)["variants"]
+            with deadline.until_interrupted():
+                row["variants"] |= _measure(case, (variant,), device, small, seed)["variants"]
             slowest = max(slowest, time.perf_counter() - started)
     return rows
 

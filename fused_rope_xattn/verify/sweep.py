@@ -78,16 +78,20 @@ def sweep(
             report(f"{direction} {case.name}")
             if deadline.passed:
                 continue
-            inputs = draw_inputs(case, device, seed)
-            with tf32(case.dtype == "tf32"), warnings.catch_warnings():
+            with (
+                deadline.until_interrupted(),
+                tf32(case.dtype == "tf32"),
+                warnings.catch_warnings(),
+            ):
                 warnings.simplefilter("ignore")
+                inputs = draw_inputs(case, device, seed)
                 row = rows.setdefault(case.name, _row(case, inputs, seed))
                 try:
                     found = _measure(row["chosen"], inputs, direction, device)
                 except RuntimeError as error:
                     found = {"failed": first_line(error)}
                 row["passes"][direction] = found
-    return list(rows.values())
+    return [row for row in rows.values() if row["passes"]]
 
 
 def _row(case: Case, inputs: Inputs, seed: int) -> dict[str, Any]:

@@ -8,10 +8,11 @@ cache is written ahead of every call, and the time of the same graph without the
 
 from __future__ import annotations
 
+import contextlib
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -49,6 +50,14 @@ class Deadline:
     @property
     def passed(self) -> bool:
         return self.left <= 0
+
+    @contextlib.contextmanager
+    def until_interrupted(self) -> Iterator[None]:
+        """Ctrl-C within breaks that off, and nothing further starts: what is finished is kept."""
+        try:
+            yield
+        except KeyboardInterrupt:
+            self.end = -math.inf
 
 
 class Timing(NamedTuple):
