@@ -35,7 +35,7 @@ test: $(BUILT)  ## All tests that need no GPU
 
 .PHONY: slow-test
 slow-test: $(BUILT)  ## Tests that build wheels
-	$(BIN)/python -m pytest -m "slow and not gpu"
+	$(BIN)/python -m pytest -m "slow and not gpu" -n 2 --dist loadfile
 
 .PHONY: gpu-test
 gpu-test:  ## Tests on the GPU, with the kernels built for it

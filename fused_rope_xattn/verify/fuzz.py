@@ -3,13 +3,15 @@
 Every problem is first judged by the rule of accuracy.py on one draw of its data, which takes one
 synchronisation; nearly all pass that. Among thousands of problems with few tokens some break it for
 no other reason than the order of a sum, or a row that a norm divides by next to nothing. Such a one
-passes if fresh draws together are within ``SLACK`` times the rule, and the first draw within twice
-that. A wrong result is out of this by orders of magnitude in fp32, and by far in half precision;
-whether kernels are as accurate as they can be is what the tests of named problems ask.
+passes if fresh draws together are within ``SLACK`` times the rule, unless the first draw is out of
+twice that by more than ``SMALL`` of the tensor's largest number. A wrong result is out of this by
+orders of magnitude in fp32, and by far in half precision; whether kernels are as accurate as they
+can be is what the tests of named problems ask.
 
-A gradient has no ratio to an eager block's error where it is 0 in exact arithmetic, or nearly:
-where no query sees more than a few keys, or where something shifts whole rows of scores. There it
-may instead be small beside the problem's largest gradient.
+An eager block may be exact, as where a single key is seen, and its mean error 0: ours may then be
+half an ulp of fp32. A gradient has no ratio to an eager block's error where it is 0 in exact
+arithmetic, or nearly: where no query sees more than a few keys, or where something shifts whole
+rows of scores. There it may instead be small beside the problem's largest gradient.
 
 Beside the numbers each call is watched for writing to its inputs, and one by the kernels for other
 bits when it is repeated without gradients.
@@ -40,6 +42,7 @@ FRESH_DRAWS = 16  # judged together, where the first was out of its budget
 SLACK = {"fp64": 1.0, "fp32": 8.0, "tf32": 2.0, "fp16": 2.0, "bf16": 2.0}
 FEW_KEYS = 8  # with fewer for every query, gradients of scores may vanish
 VANISHED = 2.0**-36  # of the problem's largest gradient: 0 but for rounding in fp64
+ROUNDING = 2.0**-24  # of fp32, in which every path computes
 # What a gradient that vanishes may hold, of the largest gradient: some ulps of a sum's terms.
 SMALL = {"fp32": 2.0**-15, "tf32": 2.0**-6, "fp16": 2.0**-6, "bf16": 2.0**-3}
 # A shift of all keys shifts rows of scores, where keys are not rotated behind it.
@@ -113,7 +116,7 @@ def judge(problem: FuzzProblem, device: torch.device, path: str) -> Judgement:
     first = Draws(problem, device, path)
     first.add(0)
     faults, share = first.judge()
-    if not faults or first.judge(2 * slack)[0]:
+    if not faults or first.judge(2 * slack, SMALL.get(problem.case.dtype, 0.0))[0]:
         return Judgement(1, share, faults)
     fresh = Draws(problem, device, path)
     for repeat in range(1, 1 + FRESH_DRAWS):
@@ -139,15 +142,18 @@ class Draws:
         self.most_keys = 0
         self.broken: list[str] = []
 
-    def judge(self, slack: float = 1.0) -> tuple[list[str], float]:
-        """Faults, with budgets ``slack`` times as large, and the largest share of a budget."""
+    def judge(self, slack: float = 1.0, small: float = 0.0) -> tuple[list[str], float]:
+        """Faults, with budgets ``slack`` times as large and at least ``small`` of the largest
+        number, and the largest share of a budget."""
         verdicts = [self._verdict(tally) for tally in self.tallies.values()]
         faults = list(self.broken)
         for v in verdicts:
-            is_within = (
-                v.max_error <= slack * v.max_budget and v.mean_error <= slack * v.mean_budget
+            tally = self.tallies[v.tensor]
+            max_floor, mean_floor = small * tally.ref_max, max(small, ROUNDING) * tally.ref_max
+            is_within = v.max_error <= max(slack * v.max_budget, max_floor) and (
+                v.mean_error <= max(slack * v.mean_budget, mean_floor)
             )
-            if not v.ok and (self.tallies[v.tensor].fault or not is_within):
+            if not v.ok and (tally.fault or not is_within):
                 faults.append(f"{v.tensor}: {v.message}")
         return faults, max([share_of(v) for v in verdicts], default=0.0)
 
