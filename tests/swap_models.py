@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from fused_rope_xattn import functional
 from fused_rope_xattn.swap import Report, swap_cross_attention
-from fused_rope_xattn.verify.accuracy import MEAN_FACTOR, Tally, Verdict
+from fused_rope_xattn.verify.accuracy import MEAN_FACTOR, Tally, Verdict, add_draw
 
 RELATIVE = 1e-5
 # Gradients below this share of the largest one are sums of other terms that cancel.
@@ -151,26 +151,24 @@ def check_bf16(model: nn.Module, make_call: Callable[[], Call], device: str) -> 
     assert swap_cross_attention(swapped).swapped
     tallies: dict[str, Tally] = {}
 
-    def draw() -> None:
+    def draw(number: int) -> None:
         call = make_call().to(device, torch.bfloat16)
         truth = results(wide, call.to(device, torch.float64))
         with _written_out():  # for what is not swapped, too
             eager, ours = results(model, call), results(swapped, call)
-        for name, want in truth.items():
-            tally = tallies.setdefault(name, Tally(name, torch.bfloat16))
-            tally.add(ours[name], eager[name], want)
+        add_draw(tallies, number, ours, eager, truth)
 
     def judge() -> list[Verdict]:
         return [tally.judge(MEAN_FACTOR["bf16"]) for tally in tallies.values()]
 
     # A whole model has many gradients, each a sum whose elements err together: one of them is out
     # of its budget by luck now and then, but not on many draws.
-    for _ in range(DRAWS):
-        draw()
+    for number in range(DRAWS):
+        draw(number)
     verdicts = judge()
     if not all(v.ok for v in verdicts):
-        for _ in range(DRAWS, CONFIRMATION * DRAWS):
-            draw()
+        for number in range(DRAWS, CONFIRMATION * DRAWS):
+            draw(number)
         verdicts = judge()
     failures = [f"{v.tensor}: {v.message}" for v in verdicts if not v.ok]
     assert not failures, "\n".join(failures)

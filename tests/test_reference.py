@@ -148,7 +148,12 @@ def test_the_rule_rejects(fault: str) -> None:
         return FAULTS[fault](reference(*args, **kwargs, storage=torch.float32))
 
     options = {"yardstick": "eager", "backward": False}
-    assert not verdicts(case, fn=faulty, **options)[0].ok
+    found = verdicts(case, fn=faulty, **options)[0]
+    assert not found.ok
+    if fault == "one value off":
+        assert "worst at (0, 0, 0)" in found.message
+    if fault in ("nan", "inf"):
+        assert f"worst at (1, 1, 1): got {fault}" in found.message
     sound = partial(reference, storage=torch.float32)
     assert verdicts(case, fn=sound, **options)[0].ok
 

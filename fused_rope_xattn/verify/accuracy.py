@@ -27,6 +27,7 @@ from .reference import reference
 from .tf32 import RoundedFactors
 
 MIN_ELEMENTS = 256
+LARGEST_TOGETHER = 2**22  # elements of a tensor that is compared in one piece with others
 MAX_DRAWS = 16
 CONFIRMATION = 4  # times as many new draws before a small tensor is found out of its budget
 MAX_FACTOR = 2.0
@@ -108,44 +109,34 @@ class Tally:
     ref_max: float = 0.0
     ours: list[float] = field(default_factory=lambda: [0.0, 0.0])  # max, sum
     eager: list[float] = field(default_factory=lambda: [0.0, 0.0])
-    where: str = ""
     fault: str = ""
     is_small: bool = False  # in a single draw
+    worst_draw: int = 0  # the number of the draw that has the largest error or the fault
 
-    def add(self, ours: Tensor, eager: Tensor, ref: Tensor) -> None:
-        if not ref.numel():
-            self.fault = self.fault or ("" if ours.shape == ref.shape else "wrong shape")
-            return
-        self.fault = self.fault or self._misfit(ours, eager, ref)
+    def add(
+        self,
+        draw: int,
+        count: int,
+        ours_max: float,
+        ours_sum: float,
+        eager_max: float,
+        eager_sum: float,
+        ref_max: float,
+    ) -> None:
+        """What :func:`measure` found of it in one draw."""
         if self.fault:
             return
-        finite = ref.isfinite()
-        ref = ref.masked_fill(~finite, 0.0).double()
-        for errors, result in ((self.eager, eager), (self.ours, ours)):
-            error = (result.masked_fill(~finite, 0.0).double() - ref).abs()
-            top = float(error.max())
-            if errors is self.ours and top >= self.ours[0]:
-                index = int(error.argmax())
-                place = tuple(int(i) for i in torch.unravel_index(torch.tensor(index), ref.shape))
-                got, want = float(ours.flatten()[index]), float(ref.flatten()[index])
-                self.where = f"at {place}: got {got:.9g}, want {want:.9g}"
-            errors[0] = max(errors[0], top)
-            errors[1] += float(error.sum())
-        self.count += ref.numel()
-        self.is_small = ref.numel() < MIN_ELEMENTS
-        self.ref_max = max(self.ref_max, float(ref.abs().max()))
-
-    def _misfit(self, ours: Tensor, eager: Tensor, ref: Tensor) -> str:
-        """Shape, then non-finite values: they are compared exactly, before any error is."""
-        if ours.shape != ref.shape:
-            return f"shape {tuple(ours.shape)}, want {tuple(ref.shape)}"
-        for what, result in (("the result", ours), ("the eager block", eager)):
-            wrong = torch.where(ref.isfinite(), ~result.isfinite(), result.to(ref.dtype) != ref)
-            if bool(wrong.any()):
-                place = wrong.nonzero()[0].tolist()
-                got, want = float(result[tuple(place)]), float(ref[tuple(place)])
-                return f"{what} is {got} at {tuple(place)}, want {want:.9g} ({int(wrong.sum())} so)"
-        return ""
+        if ours_max >= self.ours[0]:
+            self.worst_draw = draw
+        if eager_max == torch.inf:
+            self.fault = "the eager block is not finite where it should be, or the reverse"
+        elif ours_max == torch.inf:
+            self.fault = "not finite where it should be, or the reverse"
+        self.count += count
+        self.is_small = count < MIN_ELEMENTS
+        self.ours = [max(self.ours[0], ours_max), self.ours[1] + ours_sum]
+        self.eager = [max(self.eager[0], eager_max), self.eager[1] + eager_sum]
+        self.ref_max = max(self.ref_max, ref_max)
 
     def judge(self, mean_factor: float) -> Verdict:
         count = max(1, self.count)
@@ -164,13 +155,72 @@ class Tally:
         mean = self.ours[1] / max(1, self.count)
         message = self.fault
         if not message and self.ours[0] > max_budget:
-            message = (
-                f"max error {self.ours[0]:.3e} > {max_budget:.3e}"
-                f" (eager {self.eager[0]:.3e}) {self.where}"
-            )
+            message = f"max error {self.ours[0]:.3e} > {max_budget:.3e} (eager {self.eager[0]:.3e})"
         elif not message and mean > mean_budget:
-            message = f"mean error {mean:.3e} > {mean_budget:.3e}; worst {self.where}"
+            message = f"mean error {mean:.3e} > {mean_budget:.3e}"
         return Verdict(self.name, not message, message, self.ours[0], max_budget, mean, mean_budget)
+
+
+def add_draw(
+    tallies: dict[str, Tally],
+    draw: int,
+    ours: dict[str, Tensor],
+    eager: dict[str, Tensor],
+    truth: dict[str, Tensor],
+) -> None:
+    """Errors of one draw, of all tensors at once: a GPU is waited for once, not for each number."""
+    fitting = []
+    for name, want in truth.items():
+        tally = tallies.setdefault(name, Tally(name, ours[name].dtype))
+        if ours[name].shape == want.shape:
+            fitting.append(name)
+        else:
+            tally.fault = f"shape {tuple(ours[name].shape)}, want {tuple(want.shape)}"
+    found = measure([[x[name] for name in fitting] for x in (ours, eager, truth)]).tolist()
+    for name, *errors in zip(fitting, *found, strict=True):
+        tallies[name].add(draw, truth[name].numel(), *errors)
+
+
+def measure(lists: list[list[Tensor]]) -> Tensor:
+    """Of our results, the eager block's and the true ones, for each tensor: our largest error and
+    their sum, the eager block's two, and the largest true number. fp64 [5, tensors], without
+    waiting for a GPU.
+
+    Where the truth is not finite an error is 0 or, if anything else was found, infinite.
+    """
+    if not lists[0]:
+        return torch.zeros(5, 0)
+    largest = max(t.numel() for t in lists[2])
+    if len(lists[0]) > 1 and largest > LARGEST_TOGETHER:
+        columns = [measure([[t] for t in tensors]) for tensors in zip(*lists, strict=True)]
+        return torch.cat(columns, 1)
+    ours, eager, truth = (torch.cat([t.detach().flatten().double() for t in x]) for x in lists)
+    lengths = torch.tensor([t.numel() for t in lists[2]], device=truth.device)
+    is_finite = truth.isfinite()
+
+    def per_tensor(x: Tensor, reduce: str) -> Tensor:
+        return torch.segment_reduce(x, reduce, lengths=lengths, initial=0.0, unsafe=True)
+
+    rows = []
+    for found in (ours, eager):
+        error = torch.where(is_finite, (found - truth).abs(), (found != truth) * torch.inf)
+        error = error.nan_to_num(nan=torch.inf, posinf=torch.inf)
+        error = torch.where(~is_finite & (found == truth), 0.0, error)
+        rows += [per_tensor(error, "max"), per_tensor(error, "sum")]
+    rows.append(per_tensor(truth.abs().masked_fill(~is_finite, 0.0), "max"))
+    return torch.stack(rows)
+
+
+def worst_place(ours: Tensor, truth: Tensor) -> str:
+    """Where the largest error is, for a message."""
+    if ours.shape != truth.shape or not truth.numel():
+        return ""
+    error = (ours.double() - truth.double()).abs()
+    error = torch.where(ours.double() == truth.double(), 0.0, error.nan_to_num(nan=torch.inf))
+    index = int(error.argmax())
+    place = tuple(int(i) for i in torch.unravel_index(torch.tensor(index), truth.shape))
+    got, want = float(ours.flatten()[index]), float(truth.flatten()[index])
+    return f"; worst at {place}: got {got:.9g}, want {want:.9g}"
 
 
 def verdicts(
@@ -195,20 +245,29 @@ def verdicts(
     if yardstick == "composite" and case.dtype != "fp64":
         eager = eager_composite
 
-    def draw(seed: int, tallies: dict[str, Tally]) -> None:
+    def outcome(seed: int) -> tuple[dict[str, Tensor], ...]:
+        """Ours, the eager block's and the true ones, by the names of their tallies."""
         inputs = draw_inputs(case, device, seed)
         with RoundedFactors() if case.dtype == "tf32" else contextlib.nullcontext():
             ruler = run(eager, inputs, backward=backward)
         with tf32(case.dtype == "tf32"):
             results = {p: run(f, inputs, backward=backward) for p, f in ours.items()}
         truth = run(reference, inputs, torch.float64, backward)
+        found: tuple[dict[str, Tensor], ...] = {}, {}, {}
         for p, result in results.items():
-            for name, want in truth.items():
-                if name in case.vanishing:
-                    continue
-                key = name if len(paths) == 1 else f"{name} ({p})"
-                tally = tallies.setdefault(key, Tally(key, result[name].dtype))
-                tally.add(result[name], ruler[name], want)
+            for name in truth:
+                if name not in case.vanishing:
+                    key = name if len(paths) == 1 else f"{name} ({p})"
+                    for group, tensors in zip(found, (result, ruler, truth), strict=True):
+                        group[key] = tensors[name]
+        return found
+
+    def draw(seed: int, tallies: dict[str, Tally]) -> None:
+        add_draw(tallies, seed, *outcome(seed))
+
+    def located(v: Verdict, tally: Tally) -> Verdict:
+        got, _, truth = outcome(tally.worst_draw)
+        return v._replace(message=v.message + worst_place(got[v.tensor], truth[v.tensor]))
 
     tallies: dict[str, Tally] = {}
     draw(seed, tallies)
@@ -232,7 +291,8 @@ def verdicts(
         for i in range(draws, (1 + CONFIRMATION) * draws):
             draw(seed + i, again)
         found |= {key: again[key].judge(factor) for key in doubted}
-    return list(found.values())
+        tallies |= {key: again[key] for key in doubted}
+    return [v if v.ok else located(v, tallies[v.tensor]) for v in found.values()]
 
 
 def _starved(tallies: dict[str, Tally]) -> bool:

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from fused_rope_xattn import cross_attention, plan
 
-from .accuracy import EAGER_MEAN_FACTOR, MEAN_FACTOR, Tally, Verdict, tf32
+from .accuracy import EAGER_MEAN_FACTOR, MEAN_FACTOR, Tally, Verdict, measure, tf32
 from .case import Inputs
 from .eager import eager_composite
 from .fuzz_problems import FuzzProblem, draw_problem, laid_out, most_visible, poison
@@ -176,10 +176,11 @@ class Draws:
         facts = [most_visible(inputs), torch.cat([g.flatten() for g in inputs.grads.values()])]
         facts[1] = facts[1].abs().amax() if facts[1].numel() else facts[1].new_zeros(())
         facts += found.promises.values()
-        self._tally(found, ruler, truth, facts)
+        self._tally(repeat, found, ruler, truth, facts)
 
     def _tally(
         self,
+        repeat: int,
         found: Results,
         ruler: dict[str, Tensor],
         truth: dict[str, Tensor],
@@ -203,7 +204,7 @@ class Draws:
         self.broken += [name for name, ok in zip(found.promises, kept, strict=True) if not ok]
         for name, *errors in zip(names, *rows, strict=True):
             tally = self.tallies.setdefault(name, Tally(name, ours[name].dtype))
-            add(tally, ours[name].numel(), *errors)
+            tally.add(repeat, ours[name].numel(), *errors)
             if name not in ("y", "lse"):
                 self.largest_gradient = max(self.largest_gradient, errors[4])
 
@@ -286,49 +287,6 @@ def same(got: Iterable[Tensor], want: Iterable[Tensor]) -> Tensor:
     """Whether two lists of tensors hold the same numbers, without waiting; NaN equals NaN."""
     a, b = (torch.cat([t.detach().flatten().double() for t in x]) for x in (got, want))
     return ((a == b) | (a.isnan() & b.isnan())).all()
-
-
-def measure(lists: list[list[Tensor]]) -> Tensor:
-    """Of our results, the ruler's and the true ones, for each tensor: our largest error and their
-    sum, the ruler's two, and the largest true number. fp64 [5, tensors], without waiting.
-
-    Where the truth is not finite an error is 0 or, if anything else was found, infinite.
-    """
-    ours, ruler, truth = (torch.cat([t.detach().flatten().double() for t in x]) for x in lists)
-    lengths = torch.tensor([t.numel() for t in lists[2]], device=truth.device)
-    is_finite = truth.isfinite()
-
-    def per_tensor(x: Tensor, reduce: str) -> Tensor:
-        return torch.segment_reduce(x, reduce, lengths=lengths, initial=0.0, unsafe=True)
-
-    rows = []
-    for found in (ours, ruler):
-        error = torch.where(is_finite, (found - truth).abs(), (found != truth) * torch.inf)
-        error = error.nan_to_num(nan=torch.inf, posinf=torch.inf)
-        error = torch.where(~is_finite & (found == truth), 0.0, error)
-        rows += [per_tensor(error, "max"), per_tensor(error, "sum")]
-    rows.append(per_tensor(truth.abs().masked_fill(~is_finite, 0.0), "max"))
-    return torch.stack(rows)
-
-
-def add(
-    tally: Tally,
-    count: int,
-    ours_max: float,
-    ours_sum: float,
-    ruler_max: float,
-    ruler_sum: float,
-    ref_max: float,
-) -> None:
-    """What :func:`measure` found of one tensor, into its tally."""
-    if not tally.fault and ruler_max == torch.inf:
-        tally.fault = "the eager block is not finite"
-    if not tally.fault and ours_max == torch.inf:
-        tally.fault = "not finite where it should be, or the reverse"
-    tally.count += count
-    tally.ours = [max(tally.ours[0], ours_max), tally.ours[1] + ours_sum]
-    tally.eager = [max(tally.eager[0], ruler_max), tally.eager[1] + ruler_sum]
-    tally.ref_max = max(tally.ref_max, ref_max)
 
 
 def share_of(verdict: Verdict) -> float:
