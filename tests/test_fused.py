@@ -13,7 +13,7 @@ from torch import Tensor
 from fused_rope_xattn import cross_attention, ops, plan
 from fused_rope_xattn.arguments import Arguments
 from fused_rope_xattn.autograd import CrossAttentionFunction
-from fused_rope_xattn.fused import HEAD_DIMS
+from fused_rope_xattn.fused import HEAD_DIMS, pays
 from fused_rope_xattn.planner import GPU
 from fused_rope_xattn.prepare import Prepared, prepare
 from fused_rope_xattn.split import BlockTensors
@@ -73,6 +73,36 @@ def test_large_problems_are_split(changes: dict[str, int]) -> None:
     chosen = planned(replace(BASELINE, **changes))
     assert chosen.path == "split" and "attention_forward" in chosen.kernels
     assert planned(replace(BASELINE, **changes), "fused").path == "fused"
+
+
+@pytest.mark.parametrize(
+    "changes, dtype, training",
+    [
+        ({}, "bf16", "fused"),
+        ({"Tq": 256, "Tk": 256}, "bf16", "split"),
+        ({"Tq": 256, "Tk": 256}, "fp32", "fused"),
+    ],
+)
+def test_a_forward_goes_the_way_of_its_backward(
+    changes: dict[str, int], dtype: str, training: str
+) -> None:
+    """In half types, whose split backward wants more of its forward than the small one keeps."""
+    args, kwargs = draw_inputs(replace(BASELINE, **changes).at(dtype)).call()
+    assert plan(*args, **kwargs, gpu=H200).path == "fused"
+    args[0].requires_grad_()
+    assert plan(*args, **kwargs, gpu=H200).path == training
+    with torch.no_grad():
+        assert plan(*args, **kwargs, gpu=H200).path == "fused"
+
+
+def test_tf32_has_its_own_limits() -> None:
+    """Its split path has Hopper's tensor cores, that of fp32 has not."""
+    case = replace(BASELINE, Tq=512, Tk=512)  # 256 tiles
+    taken = []
+    for tf32 in (False, True):
+        problem, config, tensors = prepared(case)
+        taken.append(pays(problem, config._replace(tf32=tf32), tensors))
+    assert taken == [True, False]
 
 
 @pytest.mark.parametrize(

@@ -12,12 +12,11 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import Tensor
 
 from ext.build import load_extension
+from margins import Margins
 
 DTYPES = {torch.float16: 2, torch.bfloat16: 3}
-MARGIN = 64
 
 
 class Sizes(NamedTuple):
@@ -69,22 +68,14 @@ class Problem:
 
     def __init__(self, sizes: Sizes, dtype: torch.dtype) -> None:
         self.sizes = sizes
-        self.margins: list[Tensor] = []
+        self.margins = Margins()
         rows, columns, depths, over_tokens = sizes
         self.terms = []
         for depth in depths:
             left = torch.randn((depth, rows) if over_tokens else (rows, depth)).to(dtype)
             right = torch.randn(depth, columns).to(dtype)
-            self.terms.append((self._place(left), self._place(right)))
-        self.out = self._place(torch.full((rows, columns), math.nan, dtype=dtype))
-
-    def _place(self, x: Tensor) -> Tensor:
-        whole = torch.full((x.numel() + 2 * MARGIN,), math.nan, dtype=x.dtype)
-        assert whole.data_ptr() % 16 == 0
-        inside = whole[MARGIN : MARGIN + x.numel()].view(x.shape)
-        inside.copy_(x)
-        self.margins += [whole[:MARGIN], whole[MARGIN + x.numel() :]]
-        return inside
+            self.terms.append((self.margins.place(left), self.margins.place(right)))
+        self.out = self.margins.place(torch.full((rows, columns), math.nan, dtype=dtype))
 
     def arguments(self) -> tuple[Any, ...]:
         rows, columns, depths, over_tokens = self.sizes
@@ -102,7 +93,7 @@ class Problem:
         error = (self.out.double() - want).abs()
         half_ulp = torch.finfo(self.out.dtype).eps / 2
         assert bool((error <= 1.001 * half_ulp * want.abs() + 1e-4).all()), float(error.max())
-        assert all(bool(margin.isnan().all()) for margin in self.margins)
+        assert self.margins.are_untouched
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -20,10 +20,10 @@ from ext.build import load_extension
 from formulas import plain_norm_rope
 from fused_rope_xattn.config import NormSpec, RotationSpec
 from fused_rope_xattn.rope import cos_sin
+from margins import Margins
 
 DTYPES = {torch.float16: 2, torch.bfloat16: 3}
 POSITION_TYPES = {torch.int32: 1, torch.int64: 2, torch.float32: 3, torch.float64: 4}
-MARGIN = 64
 TILES = ("192x128", "128x128", "64x128", "64x64", "64x32")
 
 
@@ -87,12 +87,12 @@ class Problem:
 
     def __init__(self, m: Member, dtype: torch.dtype) -> None:
         self.member = m
-        self.margins: list[Tensor] = []
+        self.margins = Margins()
         inner = m.heads * m.head_dim
-        self.x = self._place(torch.randn(m.batch, m.tokens, m.depth).to(dtype))
-        self.weight = self._place((torch.randn(inner, m.depth) * m.depth**-0.5).to(dtype))
-        self.bias = self._place(torch.randn(inner).to(dtype)) if m.has_bias else None
-        self.out = self._place(
+        self.x = self.margins.place(torch.randn(m.batch, m.tokens, m.depth).to(dtype))
+        self.weight = self.margins.place((torch.randn(inner, m.depth) * m.depth**-0.5).to(dtype))
+        self.bias = self.margins.place(torch.randn(inner).to(dtype)) if m.has_bias else None
+        self.out = self.margins.place(
             torch.full((m.batch, m.tokens, m.heads, m.head_dim), math.nan, dtype=dtype)
         )
         self.positions = self.cos = self.sin = None
@@ -102,16 +102,8 @@ class Problem:
             self.positions = values.to(m.positions)
         if m.table is not None:
             width = m.spec.rotary_dim if m.spec.full_width else m.spec.rotary_dim // 2
-            self.cos = self._place(torch.randn(*m.table, m.tokens, width))
-            self.sin = self._place(torch.randn(*m.table, m.tokens, width))
-
-    def _place(self, x: Tensor) -> Tensor:
-        whole = torch.full((x.numel() + 2 * MARGIN,), math.nan, dtype=x.dtype)
-        assert whole.data_ptr() % 16 == 0
-        inside = whole[MARGIN : MARGIN + x.numel()].view(x.shape)
-        inside.copy_(x)
-        self.margins += [whole[:MARGIN], whole[MARGIN + x.numel() :]]
-        return inside
+            self.cos = self.margins.place(torch.randn(*m.table, m.tokens, width))
+            self.sin = self.margins.place(torch.randn(*m.table, m.tokens, width))
 
     def fields(self) -> dict[str, Any]:
         m, spec = self.member, self.member.spec
@@ -155,7 +147,7 @@ class Problem:
         error = (self.out.double() - want).abs()
         half_ulp = torch.finfo(self.out.dtype).eps / 2
         assert bool((error <= 1.001 * half_ulp * want.abs() + 1e-5).all()), float(error.max())
-        assert all(bool(margin.isnan().all()) for margin in self.margins)
+        assert self.margins.are_untouched
 
 
 def assert_right(
