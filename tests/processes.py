@@ -5,6 +5,7 @@ The fixture ``two_processes`` of conftest.py starts them in both ways.
 
 from __future__ import annotations
 
+import multiprocessing
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -23,9 +24,18 @@ TwoProcesses: TypeAlias = Callable[..., None]
 
 
 def in_two_processes(tmp_path: Path, device: str, work: Callable[..., None], *args: Any) -> None:
-    """``work(rank, *args)`` in each of them; what one raises fails the test."""
-    torch.multiprocessing.spawn(
-        _process, (str(tmp_path / "store"), device, work, args), nprocs=WORLD, join=True
+    """``work(rank, *args)`` in each of them; what one raises fails the test.
+
+    They are forked off a server that has imported what takes seconds, but has not touched a GPU.
+    """
+    multiprocessing.set_forkserver_preload(
+        ["torch.distributed.tensor.parallel", "fused_rope_xattn"]
+    )
+    torch.multiprocessing.start_processes(
+        _process,
+        (str(tmp_path / "store"), device, work, args),
+        nprocs=WORLD,
+        start_method="forkserver",
     )
 
 

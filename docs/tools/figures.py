@@ -15,6 +15,7 @@ from matplotlib.figure import Figure
 from fused_rope_xattn import plan
 from fused_rope_xattn.planner import GPU
 from fused_rope_xattn.verify.bench import lines_of
+from fused_rope_xattn.verify.figures import sweep_figure
 
 matplotlib.use("svg")
 pyplot.rcParams.update(
@@ -77,6 +78,11 @@ def roofline() -> str:
     return _svg(figure)
 
 
+def sweep() -> str:
+    """Ratios over a grid of sizes, as ``bench --render FILE --plot`` draws them."""
+    return _svg(sweep_figure(record.read("sweep")["rows"], "Eager SDPA in CUDA graphs over ours"))
+
+
 def paths_map() -> str:
     """Which path plan() takes for the baseline's widths at any lengths, on an H200."""
     figure, panels = pyplot.subplots(1, 2, figsize=(7.2, 3.4), sharey=True, layout="constrained")
@@ -136,6 +142,6 @@ def _axes(width: float, height: float) -> tuple[Figure, Axes]:
 
 def _svg(figure: Figure) -> str:
     out = io.StringIO()
-    figure.savefig(out, format="svg", metadata={"Date": None})
+    figure.savefig(out, format="svg", metadata={"Date": None}, bbox_inches="tight")
     pyplot.close(figure)
     return out.getvalue()

@@ -15,12 +15,14 @@ import record
 
 TABLES = (
     ("tables", record.tables),
+    ("sweep", record.sweep),
     ("errors by tensor", record.errors_by_tensor),
     ("problems", record.problems),
 )
 FIGURES = {
     "figures/speed.svg": figures.speed,
     "figures/roofline.svg": figures.roofline,
+    "figures/sweep.svg": figures.sweep,
     "figures/paths-map.svg": figures.paths_map,
 }
 

@@ -32,10 +32,12 @@ def speed() -> list[dict[str, Any]]:
 
 
 def tables() -> str:
-    found: dict[str, str] = {}
-    for path in RECORDS:
-        found |= sections(_load(path))
-    return "\n\n".join(found.values())
+    """Every section but the sweep, whose length wants a page of its own."""
+    return "\n\n".join(text for name, text in _sections().items() if name != "sweep")
+
+
+def sweep() -> str:
+    return _sections()["sweep"]
 
 
 def errors_by_tensor() -> str:
@@ -63,6 +65,13 @@ def problems() -> str:
         case = {**case, "Dkv": "cached" if case["projected"] else case["Dkv"] or case["Dq"]}
         lines.append(f"| {case['name']} | {' | '.join(str(case[c]) for c in columns)} |")
     return "\n".join(lines)
+
+
+def _sections() -> dict[str, str]:
+    found: dict[str, str] = {}
+    for path in RECORDS:
+        found |= sections(_load(path))
+    return found
 
 
 def _load(path: Path) -> dict[str, Any]:

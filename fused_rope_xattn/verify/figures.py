@@ -4,18 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .bench import OURS
 from .case import Case
 from .roofline import multiplications
 from .sweep import Point, directions, points
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 PATH_COLOURS = {"fused": "#1b7837", "split": "#2166ac", "composite": "#777777"}
 PEER_COLOURS = ("#d6604d", "#b2abd2", "#f4a582", "#8073ac", "#e08214", "#666666", "#c51b7d")
 
 
 def draw_sweep(rows: list[dict[str, Any]], target: Path, title: str) -> None:
+    _save(sweep_figure(rows, title), target)
+
+
+def sweep_figure(rows: list[dict[str, Any]], title: str) -> Figure:
     """Ratio to the best peer against problem size: a column a dtype, a line a pass.
 
     Filled: the path that the planner chose. Hollow: the one it left. Ringed: a choice that was
@@ -39,7 +46,7 @@ def draw_sweep(rows: list[dict[str, Any]], target: Path, title: str) -> None:
     figure.suptitle(title, y=1.0)
     where: dict[str, Any] = {"loc": "upper center", "bbox_to_anchor": (0.5, 0.96)}
     figure.legend(handles, labels, ncols=len(labels), frameon=False, fontsize=8, **where)
-    _save(figure, target)
+    return figure
 
 
 def _sweep_panel(panel: Any, mine: list[Point]) -> None:
@@ -140,6 +147,6 @@ def _legend_of(panels: Any) -> tuple[list[Any], list[str]]:
     return list(found.values()), list(found)
 
 
-def _save(figure: Any, target: Path) -> None:
+def _save(figure: Figure, target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(target, dpi=150, bbox_inches="tight")
