@@ -22,7 +22,7 @@ from .split import Activations, BlockTensors, Grads, Needs, ProjectionGrads
 HEAD_DIMS = (16, 32, 64, 128)
 WIDTH_MULTIPLE = 8
 
-TILE_QUERIES = 64
+TILE_QUERIES = 16  # of the kernels
 
 
 class Limits(NamedTuple):
@@ -39,12 +39,13 @@ class Limits(NamedTuple):
 
 # Measured on an H200, which has 132 multiprocessors.
 LIMITS = {
-    "fp32": Limits(264, 1024, 2**31, 2**26),
-    "tf32": Limits(132, 1024, 2**29, 2**25),
-    "half": Limits(132, 512, 2**29, 2**24),
+    "fp32": Limits(1056, 1024, 2**32, 2**26),
+    "tf32": Limits(528, 1024, 2**29, 2**25),
+    "half": Limits(528, 512, 2**29, 2**24),
 }
 # What few queries look at is read once, at the memory's pace, by eight blocks a head at most.
-FEW_QUERIES = 16  # one tile of the kernels
+FEW_QUERIES = TILE_QUERIES
+MOST_STREAMING_QUERIES = 2048  # of all heads and samples together
 MOST_STREAMED_KEYS = 4096
 
 
@@ -197,6 +198,8 @@ def _streams_keys(p: Problem, t: BlockTensors) -> bool:
     if t.w_k is not None or t.attn_bias is not None:
         return False
     if p.Tq > FEW_QUERIES or p.Tk > MOST_STREAMED_KEYS:
+        return False
+    if p.B * p.H * p.Tq > MOST_STREAMING_QUERIES:
         return False
     return not wants_gradients((t.x_query, t.x_kv, t.x_value, t.w_q, t.w_out, t.b_q, t.b_out))
 

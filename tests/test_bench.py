@@ -159,7 +159,8 @@ def test_sweep_times_what_runs_and_says_why_not(tmp_path: Path) -> None:
     data = tmp_path / "sweep.json"
     assert main(["bench", "sweep", "--small", "--device", "cpu", "--json", str(data)]) == 0
     rows = json.loads(data.read_text())["bench"]
-    assert [row["chosen"] for row in rows] == ["composite"] * len(sweep.grid(small=True))
+    chosen = [p["chosen"] for row in rows for p in row["passes"].values()]
+    assert chosen == ["composite"] * 2 * len(sweep.grid(small=True))
     assert set(rows[0]["passes"]) == {"forward", "forward+backward"}
     found = rows[0]["passes"]["forward"]
     assert found["paths"] == {"composite": 1.0}
@@ -169,8 +170,9 @@ def test_sweep_times_what_runs_and_says_why_not(tmp_path: Path) -> None:
 
 def sweep_row(name: str, chosen: str, fused: float, split: float) -> dict[str, Any]:
     case = {**vars(BASELINE.at("bf16")), "name": name, "B": int(name)}
-    found = {"paths": {"fused": fused, "split": split}, "peers": {"eager default": 20.0}}
-    return {"name": name, "case": case, "chosen": chosen, "passes": {"forward": found}}
+    paths, peers = {"fused": fused, "split": split}, {"eager default": 20.0}
+    found = {"chosen": chosen, "paths": paths, "peers": peers}
+    return {"name": name, "case": case, "passes": {"forward": found}}
 
 
 SWEPT = [

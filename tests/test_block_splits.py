@@ -28,6 +28,7 @@ def test_few_queries_take_any_number_of_finished_keys(changes: dict[str, Any]) -
     "changes",
     [
         {"Tq": fused.FEW_QUERIES + 1, "B": 1},
+        {"Tq": fused.FEW_QUERIES, "B": 32},
         {"bias": "h11"},
         {"Tk": fused.MOST_STREAMED_KEYS + 1},
         {"projected": False, "Dkv": 8, "Dv": 8},

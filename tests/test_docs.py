@@ -68,7 +68,7 @@ def test_every_page_is_in_the_navigation() -> None:
 def test_quoted_limits_are_those_of_the_code() -> None:
     text = (ROOT / "docs/how-it-works.md").read_text(encoding="utf-8")
     names = (
-        "tiles of 64 queries",
+        "tiles of 16 queries",
         "keys",
         "multiplications of all projections",
         "multiplications of q k^T",

@@ -58,6 +58,14 @@ def test_the_baseline_takes_three_kernels(gpu: GPU, dtype: str) -> None:
     )
 
 
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_many_samples_of_few_tokens_are_small(dtype: str) -> None:
+    """Tiles count as the kernels cut them, in steps that such samples fill."""
+    case = replace(BASELINE.at(dtype), B=64, Tq=16, Tk=16)
+    assert planned(case).path == "fused"
+    assert planned(replace(case, B=256)).path == "split"
+
+
 @pytest.mark.parametrize(
     "changes",
     [

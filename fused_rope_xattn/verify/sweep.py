@@ -85,22 +85,25 @@ def sweep(
             ):
                 warnings.simplefilter("ignore")
                 inputs = draw_inputs(case, device, seed)
-                row = rows.setdefault(case.name, _row(case, inputs, seed))
+                row = {"name": case.name, "case": asdict(case), "seed": seed, "passes": {}}
                 try:
-                    found = _measure(row["chosen"], inputs, direction, device)
+                    found = _measure(inputs, direction, device)
                 except RuntimeError as error:
                     found = {"failed": first_line(error)}
-                row["passes"][direction] = found
+                rows.setdefault(case.name, row)["passes"][direction] = found
     return [row for row in rows.values() if row["passes"]]
 
 
-def _row(case: Case, inputs: Inputs, seed: int) -> dict[str, Any]:
-    chosen = plan(*inputs.args, **inputs.kwargs).path
-    return {"name": case.name, "case": asdict(case), "seed": seed, "chosen": chosen, "passes": {}}
+def _choice(inputs: Inputs, direction: str) -> str:
+    """The planner's path, which need not be the same with gradients and without."""
+    for leaf in inputs.leaves.values():
+        leaf.requires_grad_(direction != "forward")
+    return plan(*inputs.args, **inputs.kwargs).path
 
 
-def _measure(chosen: str, inputs: Inputs, direction: str, device: torch.device) -> dict[str, Any]:
+def _measure(inputs: Inputs, direction: str, device: torch.device) -> dict[str, Any]:
     """Microseconds of each path that can run and of each peer; why others cannot."""
+    chosen = _choice(inputs, direction)
     paths: dict[str, float] = {}
     peers: dict[str, float] = {}
     refused: dict[str, str] = {}
@@ -126,7 +129,7 @@ def _measure(chosen: str, inputs: Inputs, direction: str, device: torch.device) 
                 peers[peer.name] = call_time(call, device, effort=BRIEF).us
             except RuntimeError as error:
                 refused[peer.name] = first_line(error)
-    return {"paths": paths, "peers": peers, "refused": refused}
+    return {"chosen": chosen, "paths": paths, "peers": peers, "refused": refused}
 
 
 def _peers(case: Case) -> Iterator[Peer]:
@@ -145,7 +148,7 @@ class Point:
     def __init__(self, row: dict[str, Any], direction: str) -> None:
         found = row["passes"][direction]
         self.name, self.case, self.direction = row["name"], row["case"], direction
-        self.chosen: str = row["chosen"]
+        self.chosen: str = found["chosen"]
         self.paths: dict[str, float] = found["paths"]
         self.peer: float = min(found["peers"].values(), default=math.nan)
         self.us: float = self.paths[self.chosen]
