@@ -22,7 +22,7 @@ from .split import Activations, BlockTensors, Grads, Needs, ProjectionGrads
 HEAD_DIMS = (16, 32, 64, 128)
 WIDTH_MULTIPLE = 8
 
-TILE_QUERIES = 16  # of the kernels
+TILE_QUERIES = 16  # of one head, which a block of the attention kernel takes
 
 
 class Limits(NamedTuple):
@@ -45,7 +45,7 @@ LIMITS = {
 }
 # What few queries look at is read once, at the memory's pace, by eight blocks a head at most.
 FEW_QUERIES = TILE_QUERIES
-MOST_STREAMING_QUERIES = 2048  # of all heads and samples together
+MOST_STREAMING_QUERIES = 2048  # of all heads and samples; more of them and the split path wins
 MOST_STREAMED_KEYS = 4096
 
 

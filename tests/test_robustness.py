@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 from concurrent.futures import ThreadPoolExecutor
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -164,16 +163,13 @@ def test_ten_thousand_calls_take_no_more_memory(path: str) -> None:
     for _ in range(10):
         gradients(inputs, path)
     torch.cuda.synchronize()
-    allocated, free = torch.cuda.memory_allocated(), [torch.cuda.mem_get_info()[0]]
-    for _ in range(5):
-        for _ in range(2_000):
-            gradients(inputs, path)
-        torch.cuda.synchronize()
-        assert torch.cuda.memory_allocated() == allocated
-        free.append(torch.cuda.mem_get_info()[0])
-    # Neither outside of torch's allocator. Other processes share the GPU, and take memory at once;
-    # a leak takes some all the time.
-    assert min(before - after for before, after in pairwise(free)) < 2**23
+    before = torch.cuda.memory_allocated(), torch.cuda.mem_get_info()[0]
+    for _ in range(10_000):
+        gradients(inputs, path)
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_allocated() == before[0]
+    # Neither outside of torch's allocator; other processes may take their share meanwhile.
+    assert torch.cuda.mem_get_info()[0] >= before[1] - 2**26
 
 
 @pytest.mark.gpu
