@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from . import cpu_block_ops, cpu_ops, ops
+from . import cpu_block_ops, cpu_ops, cpu_token_ops, ops
 
 OLDEST_TORCH = (2, 10)  # the stable ABI that the binary is built for
 OLDEST_CAPABILITY = (8, 0)
@@ -39,6 +39,7 @@ def _load() -> Exception | None:
 
 cpu_ops.register()
 cpu_block_ops.register()
+cpu_token_ops.register()
 _load_error = _load()
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import composite, fused, split
+from . import composite, fused, split, token_attention
 from .config import BlockConfig, NormSpec, RotationSpec
 from .rope import Rotation
 from .split import Activations, BlockTensors, Grads, Needs, Projection, ProjectionNeeds
@@ -155,6 +155,8 @@ def _forward(
 ) -> tuple[Tensor, Activations]:
     if config.fused:
         return fused.forward(config, t)
+    if token_attention.is_taken(config, t):
+        return token_attention.forward(config, t, keep_rest=keep_rest)
     return split.forward(config, t, keep_rest=keep_rest)
 
 
@@ -166,6 +168,8 @@ def _backward(
     dy: Tensor | None,
     dlse: Tensor | None,
 ) -> Grads:
+    if saved.u is not None:
+        return token_attention.backward(config, t, saved, needs, dy, dlse)
     if dy is not None and fused.takes_backward(config, saved, needs):
         return fused.backward(config, t, saved, needs, dy, dlse)
     return split.backward(config, t, saved, needs, dy, dlse)
@@ -242,7 +246,9 @@ def _recorded_block_backward(
         config = config._replace(q_norm=NormSpec(), q_rotation=RotationSpec())
         args = args._replace(x_query=saved.q.flatten(2))
     if not needs.kv:
-        args = args._replace(x_kv=saved.k, x_value=saved.v)
+        args = args._replace(x_kv=saved.k)
+        if saved.v is not None:  # else from tokens, as the forward
+            args = args._replace(x_value=saved.v)
     y, lse = composite.cross_attention(config, *args, need_lse=dlse is not None)
     outputs = [] if dy is None else [(y, dy)]
     if lse is not None and dlse is not None:

@@ -88,6 +88,7 @@ def backward(
     dlse: Tensor | None,  # [B, H, Tq]
 ) -> Grads:
     """As :func:`.split.backward`, where :func:`takes_backward` agrees."""
+    assert saved.v is not None
     zeros: dict[str, Tensor] = {}
     if dlse is None and needs.kv:
         zeros = split.shift_of_all_keys(split.key_projection(config, t), needs.k)
@@ -101,7 +102,11 @@ def backward(
         t.w_k,
         t.w_v,
         t.w_out,
-        *saved[:5],
+        saved.q,
+        saved.k,
+        saved.v,
+        saved.o,
+        saved.lse,
         TurningTensors(t.q_positions, t.q_cos, t.q_sin),
         TurningTensors(t.k_positions, t.k_cos, t.k_sin),
         split.score_options(config, t),

@@ -63,7 +63,7 @@ def _rotation_obstacle(p: Projection) -> str | None:
 
 def is_taken(p: Projection) -> bool:
     """Whether the grouped kernel can compute ``p``."""
-    return p.x.is_cuda and _is_hopper(p.x.device.index) and obstacle(p) is None
+    return p.x.is_cuda and is_hopper(p.x.device.index) and obstacle(p) is None
 
 
 def select(projections: tuple[Projection, ...], taken: tuple[bool, ...]) -> tuple[bool, ...]:
@@ -74,7 +74,9 @@ def select(projections: tuple[Projection, ...], taken: tuple[bool, ...]) -> tupl
     return (False,) * len(projections)
 
 
-def project(q: Projection | None, k: Projection | None, v: Projection | None) -> list[Tensor]:
+def project(
+    q: Projection | None, k: Projection | None, v: Projection | None = None
+) -> list[Tensor]:
     """Heads [B, T, H, D] of each projection that is given, in one launch."""
     heads = ops.project_group(_member(q), _member(k), _member(v))
     return [y for y, p in zip(heads, (q, k, v), strict=True) if p is not None]
@@ -88,7 +90,7 @@ def _member(p: Projection | None) -> HeadsProjection | None:
     return HeadsProjection(p.x, p.weight, p.bias, turning, p.num_heads, p.rotation)
 
 
-def _is_hopper(index: int | None) -> bool:
+def is_hopper(index: int | None) -> bool:
     found: bool = _has_hopper_kernels(index)
     return found
 

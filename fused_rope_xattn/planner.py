@@ -13,11 +13,11 @@ from torch._subclasses import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
 
-from . import _loader, fused, grouped, split
+from . import _loader, fused, grouped, split, token_attention
 from .arguments import Arguments, Problem
 from .prepare import Prepared, prepare
 from .rules import show
-from .split import BlockTensors
+from .split import BlockTensors, Projection
 
 LARGEST_HEAD_DIM = 256
 HEAD_DIM_MULTIPLE = 8
@@ -211,15 +211,20 @@ def _tf32_pays(p: Problem) -> bool:
 
 def _split_kernels(prepared: Prepared, gpu: GPU) -> tuple[str, ...]:
     config, t = prepared.config, prepared.tensors
-    sides = split.query_projection(config, t), split.key_projection(config, t)
-    every = (*sides, split.value_projection(config, t))
     is_hopper = gpu.compute_capability == grouped.CAPABILITY
+    over_tokens = is_hopper and token_attention.obstacle(config, t) is None
+    every: tuple[Projection, ...] = (
+        split.query_projection(config, t),
+        split.key_projection(config, t),
+    )
+    if not over_tokens:
+        every += (split.value_projection(config, t),)
     taken = tuple(is_hopper and grouped.obstacle(p) is None for p in every)
-    chosen = dict(zip("qkv", grouped.select(every, taken), strict=True))
+    chosen = dict(zip("qkv", grouped.select(every, taken), strict=False))
     steps = [" ".join(["project_group", *(name for name in chosen if chosen[name])])]
     if not any(chosen.values()):
         steps = []
-    for name, p in zip("qkv", every, strict=True):
+    for name, p in zip("qkv", every, strict=False):
         if p.weight is None or chosen[name]:
             continue
         steps.append(f"gemm {name}")
@@ -227,7 +232,7 @@ def _split_kernels(prepared: Prepared, gpu: GPU) -> tuple[str, ...]:
             steps.append(f"norm_rope {name}")
     if is_hopper and config.tf32 and _tf32_pays(prepared.problem):
         steps.append("transpose_heads v")
-    steps.append("attention_forward")
+    steps += ["token_sums", "token_values"] if over_tokens else ["attention_forward"]
     if t.w_out is not None:
         steps.append("gemm out")
     return tuple(steps)

@@ -65,10 +65,12 @@ class Activations(NamedTuple):
 
     q: Tensor  # [B, Tq, H, D]
     k: Tensor  # [B, Tk, Hkv, D]
-    v: Tensor  # [B, Tk, Hkv, D]
+    v: Tensor | None  # [B, Tk, Hkv, D]; None: not projected, see token_attention.py
     o: Tensor  # [B, Tq, H, D]
     lse: Tensor  # [B, H, Tq]
     o_rest: Tensor | None = None  # [B, Tq, H, D], what rounding took from o; None: not kept
+    u: Tensor | None = None  # [H, B, Tq, Dv], of what o is a projection where values are not
+    u_rest: Tensor | None = None  # what rounding took from u
 
 
 _Group = TypeVar("_Group", BlockTensors, Activations)
@@ -175,18 +177,23 @@ def backward(
     dlse: Tensor | None,  # [B, H, Tq]
 ) -> Grads:
     """The wanted gradients; :func:`needed` says which tensors are read for them."""
-    dout, w_out, db_out = _output_backward(t, saved.o, needs, dy)
+    dout, w_out, db_out = output_backward(t, saved.o, needs, dy)
     if not needs.attention:
         (dw_out,) = gradient_products.compute(w_out)
         return Grads(w_out=dw_out, b_out=db_out)
 
     q, q_turning = turned_back(query_projection(config, t))
-    k, v = _kv_without_removed_tokens(config, t, needs)
+    k, v = kv_without_removed_tokens(config, t, needs)
     k, k_turning = turned_back(k)
+    assert saved.v is not None
     dq, dk, dv, dbias = ops.attention_backward(
         torch.zeros_like(saved.o) if dout is None else dout,
         dlse,
-        *saved[:5],
+        saved.q,
+        saved.k,
+        saved.v,
+        saved.o,
+        saved.lse,
         score_options(config, t),
         need_dq=any(needs.q),
         need_dkv=needs.kv,
@@ -225,11 +232,15 @@ def needed(t: BlockTensors, saved: Activations, needs: Needs) -> tuple[BlockTens
     if not any(needs.q):
         t = _without(t, "x_query w_q b_q q_norm_weight q_norm_bias q_positions q_cos q_sin")
     if not needs.kv:
+        x_value = t.x_kv if t.x_value is None else t.x_value
         t = _without(t, "x_kv w_k b_k k_norm_weight k_norm_bias k_positions k_cos k_sin")
-        t = _without(t, "x_value w_v b_v")
+        # Where values are not projected, dq depends on the tokens.
+        t = t._replace(x_value=x_value) if saved.u is not None else _without(t, "x_value w_v b_v")
     if not needs.attention:
         t = _without(t, "w_out attn_bias kv_lengths keep_mask key_keep seed")
-        saved = _without(saved, "q k v lse o_rest" if needs.w_out else "q k v o lse o_rest")
+        t = _without(t, "x_value w_v b_v")
+        saved = _without(saved, "q k v lse o_rest u u_rest")
+        saved = saved if needs.w_out else _without(saved, "o")
     return t, saved
 
 
@@ -325,7 +336,7 @@ def kept_tokens(t: BlockTensors) -> Tensor | None:
     return keep
 
 
-def _kv_without_removed_tokens(
+def kv_without_removed_tokens(
     config: BlockConfig, t: BlockTensors, needs: Needs
 ) -> tuple[Projection, Projection]:
     """Keys and values with removed tokens set to 0 where their own value would matter.
@@ -358,7 +369,7 @@ def shift_of_all_keys(k: Projection, needs: ProjectionNeeds) -> dict[str, Tensor
     return {name: torch.zeros_like(param)}
 
 
-def _output_backward(
+def output_backward(
     t: BlockTensors, o: Tensor, needs: Needs, dy: Tensor | None
 ) -> tuple[Tensor | None, Product | None, Tensor | None]:
     """``dout`` [B, Tq, H, D], the product for ``dw_out``, ``db_out``."""
@@ -378,9 +389,8 @@ def _output_backward(
 # ------------------------------------------------------------------------------- one projection
 
 
-def project_all(q: Projection, k: Projection, v: Projection) -> list[Tensor]:  # [B, T, H, D] each
-    """As many as possible in one launch."""
-    every = q, k, v
+def project_all(*every: Projection) -> list[Tensor]:  # [B, T, H, D] each
+    """Queries, keys and, where they are projected, values: as many as possible in one launch."""
     chosen = grouped.select(every, tuple(map(grouped.is_taken, every)))
     if not any(chosen):
         return [project_forward(p) for p in every]

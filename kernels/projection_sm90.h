@@ -227,14 +227,23 @@ inline int64_t count_tiles(const ProjectionGroup90& group, const ProjectionTile&
   return tiles;
 }
 
+// Whether columns half a tile apart are the same dims of different heads, whose angles are then
+// found once. Not with 192 rows, which leave no registers for that.
+FRX_HOST_DEVICE bool shares_angles(const GroupedProjection& p, int tile_rows, int tile_columns) {
+  if (tile_rows > 128 || tile_columns < 4 * kUnitColumns) return false;
+  return is_gathered(p.rotation) ? tile_columns / 2 / kUnitColumns % units_a_head(p) == 0
+                                 : tile_columns / 2 % p.head_dim == 0;
+}
+
 // Clock cycles that the busiest multiprocessor takes, roughly; the members are in launch order.
 inline double projection_cycles(const ProjectionGroup90& group, const ProjectionTile& tile,
                                 int num_sms) {
   // Of one multiprocessor's tensor cores. In TF32 half as many, with half as many numbers a byte.
   constexpr double kFlopsACycle = 4096;
-  constexpr double kBytesACycle = 56;  // that reach its shared memory from L2
-  constexpr double kTurnCycles = 26;   // an accumulator of a thread, in the epilogue
-  constexpr double kStoreCycles = 8;   // the same, without rotation
+  constexpr double kBytesACycle = 62;   // that reach its shared memory from L2
+  constexpr double kTurnCycles = 26;    // an accumulator of a thread, in the epilogue
+  constexpr double kStoreCycles = 8;    // the same, without rotation
+  constexpr double kDisturbance = 0.4;  // what an epilogue takes from the products beside it
   const double block = std::max(1.0 * tile.rows * tile.columns * kDepthBytes / kFlopsACycle,
                                 1.0 * (tile.rows + tile.columns) * kDepthBytes / kBytesACycle);
   double cycles = 0, epilogue = 0;
@@ -247,10 +256,10 @@ inline double projection_cycles(const ProjectionGroup90& group, const Projection
         ceil_div(end, static_cast<int64_t>(num_sms)) -
         ceil_div(first, static_cast<int64_t>(num_sms));
     const double products = ceil_div(p.depth, depth_block(group.dtype)) * block;
-    epilogue =
-        tile.rows * tile.columns / 128 * (p.rotation.rotary_dim > 0 ? kTurnCycles : kStoreCycles);
+    const double turn = shares_angles(p, tile.rows, tile.columns) ? kTurnCycles / 2 : kTurnCycles;
+    epilogue = tile.rows * tile.columns / 128 * (p.rotation.rotary_dim > 0 ? turn : kStoreCycles);
     // One tile's epilogue runs beside the next one's products.
-    cycles += share * std::max(products, (products + epilogue) / 2);
+    cycles += share * std::max(products + kDisturbance * epilogue, (products + epilogue) / 2);
     first = end;
   }
   return cycles + epilogue;

@@ -345,13 +345,6 @@ __device__ __forceinline__ void finish_tile(
   }
 }
 
-// Whether columns half a tile apart are the same dims of different heads.
-template <class Config>
-__device__ __forceinline__ bool shares_angles(const GroupedProjection& p) {
-  return is_gathered(p.rotation) ? Config::kUnits / 2 % units_a_head(p) == 0
-                                 : Config::kColumns / 2 % p.head_dim == 0;
-}
-
 template <class Config, class Element>
 __device__ __forceinline__ void finish_tile(
     float (&accumulators)[Config::kRowBlocks][Config::kAccumulators], const GroupedProjection& p,
@@ -367,7 +360,7 @@ __device__ __forceinline__ void finish_tile(
     }
   }
   if constexpr (Config::kUnits >= 4 && Config::kRowBlocks < 3) {
-    if (shares_angles<Config>(p)) {
+    if (shares_angles(p, Config::kRows, Config::kColumns)) {
       return finish_tile<Config, Element, PositionAngles, 2>(accumulators, p, facts, first_row,
                                                              thread);
     }

@@ -10,6 +10,7 @@
 #include "dropout.cuh"
 #include "mask.cuh"
 #include "params.h"
+#include "ptx.cuh"
 
 namespace frx {
 
@@ -18,12 +19,6 @@ constexpr float kLog2eRest = 1.925963e-8f;  // log2(e) - kLog2e
 constexpr float kLn2 = 0.6931471805599453f;
 
 __device__ __forceinline__ float negative_infinity() { return __int_as_float(0xff800000); }
-
-__device__ __forceinline__ float exp2_approx(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
 
 // Scores are kept in units of 1 / kScoreUnit. 16-bit inputs: log 2, which saves a product an
 // element. fp32: natural, so that only the difference to the maximum, small where it matters, is

@@ -4,14 +4,9 @@
 
 #include <cstdint>
 
-namespace frx {
+#include "ptx.cuh"
 
-// The same value, but opaque to the compiler: addresses derived from it inside a loop stay in the
-// loop instead of being hoisted into registers that the accumulators need.
-__device__ __forceinline__ int opaque(int x) {
-  asm volatile("" : "+r"(x));
-  return x;
-}
+namespace frx {
 
 template <class Element, int kD>
 struct SmemTile {
@@ -37,27 +32,6 @@ struct SmemTile {
     return address(row, column / kChunkElements) + column % kChunkElements * sizeof(Element);
   }
 };
-
-// 16 bytes from global to shared memory.
-__device__ __forceinline__ void copy_async_16(uint32_t smem, const void* gmem) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(smem), "l"(gmem));
-}
-
-// The same, zeros where the source does not exist.
-__device__ __forceinline__ void copy_async_16(uint32_t smem, const void* gmem, bool exists) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(smem), "l"(gmem),
-               "r"(exists ? 16 : 0));
-}
-__device__ __forceinline__ void copy_async_16(void* smem, const void* gmem, bool exists) {
-  copy_async_16(static_cast<uint32_t>(__cvta_generic_to_shared(smem)), gmem, exists);
-}
-
-__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;"); }
-
-template <int kPending>
-__device__ __forceinline__ void wait_copies() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(kPending));
-}
 
 // Starts the copy of kRows rows of `head_dim` elements. Rows for which row_exists(row) is false and
 // columns at and beyond head_dim become zeros, so that nothing stale (NaN above all) is multiplied.

@@ -22,25 +22,30 @@ FLAGS += ["-Wno-unknown-pragmas"]  # the kernels' "#pragma unroll"
 
 
 def load_extension(
-    name: str, config: pytest.Config, *, emulates_cuda: bool = False, emulation: str = "emulation"
+    name: str,
+    config: pytest.Config,
+    *,
+    emulates_cuda: bool = False,
+    emulation: str | tuple[str, ...] = "emulation",
 ) -> ModuleType:
     """Compile ``tests/ext/<name>.cpp`` if its sources changed, and import it.
 
-    ``emulates_cuda`` puts the headers in the folder ``emulation`` in place of the CUDA toolkit's
+    ``emulates_cuda`` puts the headers in the folders ``emulation`` in place of the CUDA toolkit's
     and of the kernels' own ``launch.h``, so that whole kernels run on the host.
     """
     pybind11 = pytest.importorskip("pybind11")
     compiler = shlex.split(os.environ.get("CXX") or "c++")
     if shutil.which(compiler[0]) is None:
         pytest.skip(f"there is no C++ compiler: {compiler[0]!r} is not on PATH")
-    folders = [HERE / emulation, KERNELS] if emulates_cuda else [KERNELS]
+    emulations = (emulation,) if isinstance(emulation, str) else emulation
+    folders = [*(HERE / e for e in emulations), KERNELS] if emulates_cuda else [KERNELS]
     text = "\0".join([*compiler, *FLAGS, *_sources(HERE / f"{name}.cpp", folders).values()])
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
     assert config.cache is not None
     folder = config.cache.mkdir(f"{name}-{digest}")
     library = folder / f"{name}{sysconfig.get_config_var('EXT_SUFFIX')}"
     if not library.exists():
-        kernels = _emulated(folder / "kernels", emulation) if emulates_cuda else KERNELS
+        kernels = _emulated(folder / "kernels", emulations) if emulates_cuda else KERNELS
         includes = [kernels, pybind11.get_include(), sysconfig.get_paths()["include"]]
         command = [*compiler, *FLAGS, *(f"-I{path}" for path in includes), f"{HERE / name}.cpp"]
         unfinished = library.with_suffix(f".{os.getpid()}")
@@ -68,8 +73,9 @@ def _sources(path: Path, folders: list[Path]) -> dict[str, str]:
     return texts
 
 
-def _emulated(folder: Path, emulation: str) -> Path:
-    """A copy of the kernels with the emulation's headers laid over it."""
+def _emulated(folder: Path, emulations: tuple[str, ...]) -> Path:
+    """A copy of the kernels with the emulations' headers laid over it."""
     shutil.copytree(KERNELS, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.py"))
-    shutil.copytree(HERE / emulation, folder, dirs_exist_ok=True)
+    for emulation in emulations:
+        shutil.copytree(HERE / emulation, folder, dirs_exist_ok=True)
     return folder
