@@ -177,7 +177,7 @@ def backward(
     dlse: Tensor | None,  # [B, H, Tq]
 ) -> Grads:
     """The wanted gradients; :func:`needed` says which tensors are read for them."""
-    dout, w_out, db_out = output_backward(t, saved.o, needs, dy)
+    dout, w_out, db_out = output_backward(config, t, saved.o, needs, dy)
     if not needs.attention:
         (dw_out,) = gradient_products.compute(w_out)
         return Grads(w_out=dw_out, b_out=db_out)
@@ -370,7 +370,7 @@ def shift_of_all_keys(k: Projection, needs: ProjectionNeeds) -> dict[str, Tensor
 
 
 def output_backward(
-    t: BlockTensors, o: Tensor, needs: Needs, dy: Tensor | None
+    config: BlockConfig, t: BlockTensors, o: Tensor, needs: Needs, dy: Tensor | None
 ) -> tuple[Tensor | None, Product | None, Tensor | None]:
     """``dout`` [B, Tq, H, D], the product for ``dw_out``, ``db_out``."""
     if dy is None:
@@ -378,12 +378,19 @@ def output_backward(
     dy = dy.flatten(0, 1)  # [B*Tq, Dout]
     dout = w_out = db_out = None
     if needs.attention:
-        dout = (dy if t.w_out is None else dy @ t.w_out).view(o.shape)
+        dout = dy if t.w_out is None else _through_output(dy, t.w_out, config.tf32)
+        dout = dout.view(o.shape)
     if needs.w_out:
         w_out = gradient_products.of_weight(dy, o.flatten(2))
     if needs.b_out and t.b_out is not None:
         db_out = _sum_tokens(dy, t.b_out)
     return dout, w_out, db_out
+
+
+def _through_output(dy: Tensor, w_out: Tensor, tf32: bool) -> Tensor:  # [B*Tq, H*D]
+    (dout,) = gradient_products.compute(gradient_products.of_tokens(dy, w_out), tf32=tf32)
+    assert dout is not None
+    return dout
 
 
 # ------------------------------------------------------------------------------- one projection

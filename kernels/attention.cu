@@ -97,37 +97,52 @@ __global__ __launch_bounds__(kThreads) void combine_splits_kernel(
                           o);
 }
 
-// delta = rowsum(dout * (o + o_rest)) - dlse
+// delta = rowsum(dout * (o + o_rest)) - dlse. All of a thread's loads are under way at once: there
+// is little else to do.
+template <class Element>
 __global__ __launch_bounds__(kThreads) void delta_kernel(
     const __grid_constant__ AttentionBackwardParams p) {
+  using Vector = Packed<Element, kVector>;
   const int lanes = row_lanes(p.sizes.head_dim);
   const Row row = row_of_thread(p.sizes, lanes);
   const int d = row.lane * kVector;
-  float sum = 0.f;
+  auto load = [&](const HeadsView& view) {
+    return Storage<Element>::template load<kVector>(view.data, DType(),
+                                                    offset_in(view, row.b, row.query, row.h) + d);
+  };
+  Vector o = {}, rest = {}, dout = {};
   if (row.exists && d < p.sizes.head_dim) {
-    const auto o = Storage<AnyType>::load<kVector>(p.o.data, p.dtype,
-                                                   offset_in(p.o, row.b, row.query, row.h) + d);
-    const auto dout = Storage<AnyType>::load<kVector>(
-        p.dout.data, p.dtype, offset_in(p.dout, row.b, row.query, row.h) + d);
+    o = load(p.o);
+    dout = load(p.dout);
+    if (p.o_rest.data != nullptr) rest = load(p.o_rest);
+  }
+  float lse = 0.f, dlse = 0.f;
+  const bool is_first = row.exists && row.lane == 0;
+  if (is_first) lse = p.lse[row.index];
+  if (is_first && p.dlse != nullptr) dlse = p.dlse[row.index];
+
+  float sum = 0.f;
 #pragma unroll
-    for (int i = 0; i < kVector; ++i) {
-      // As the gradient of a weight takes it: what rounding adds would be common to a whole row.
-      const float x = dout.elements[i];
-      sum =
-          fmaf(p.dtype == DType::kTF32 ? __uint_as_float(round_to_tf32(x)) : x, o.elements[i], sum);
-    }
-    if (p.o_rest.data != nullptr) {
-      const auto rest = Storage<AnyType>::load<kVector>(
-          p.o_rest.data, p.dtype, offset_in(p.o_rest, row.b, row.query, row.h) + d);
+  for (int i = 0; i < kVector; ++i) {
+    const float x = to_float(dout.elements[i]);
+    // As the gradient of a weight takes it: what rounding adds would be common to a whole row.
+    const float taken = p.dtype == DType::kTF32 ? __uint_as_float(round_to_tf32(x)) : x;
+    sum = fmaf(taken, to_float(o.elements[i]), sum);
+  }
 #pragma unroll
-      for (int i = 0; i < kVector; ++i) sum = fmaf(dout.elements[i], rest.elements[i], sum);
-    }
+  for (int i = 0; i < kVector; ++i) {
+    sum = fmaf(to_float(dout.elements[i]), to_float(rest.elements[i]), sum);
   }
   for (int step = lanes / 2; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
-  if (!row.exists || row.lane != 0) return;
   // A row without keys is constant: nothing flows through it, not even a gradient of its lse.
-  const bool has_keys = p.lse[row.index] > negative_infinity();
-  p.delta[row.index] = !has_keys ? 0.f : sum - (p.dlse == nullptr ? 0.f : p.dlse[row.index]);
+  if (is_first) p.delta[row.index] = lse > negative_infinity() ? sum - dlse : 0.f;
+}
+
+void run_delta(const AttentionBackwardParams& p, cudaStream_t stream) {
+  auto* kernel = delta_kernel<float>;
+  if (p.dtype == DType::kBFloat16) kernel = delta_kernel<__nv_bfloat16>;
+  if (p.dtype == DType::kFloat16) kernel = delta_kernel<__half>;
+  launch(kernel, "attention_delta", row_blocks(p.sizes), kThreads, 0, stream, p);
 }
 
 // The portable kernels are compiled apart for each dtype; this picks one.
@@ -167,7 +182,7 @@ void run_attention_backward(const AttentionBackwardParams& p, cudaStream_t strea
     run_for_dtype(p, stream, attention_row_sums_bf16, attention_row_sums_fp16,
                   attention_row_sums_tf32, attention_row_sums_fp32);
   } else {
-    launch(delta_kernel, "attention_delta", row_blocks(p.sizes), kThreads, 0, stream, p);
+    run_delta(p, stream);
   }
   AttentionBackwardParams portable = p;
   if (p.use_sm90) {

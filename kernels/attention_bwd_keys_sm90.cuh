@@ -1,8 +1,9 @@
 // dk and dv on Hopper. A block keeps 128 keys and values of one (batch, key head) and walks over
 // the query tiles of every query head that shares them. Warpgroup 0 drives the copy engine (rings
-// of Q and dO tiles) and brings lse and delta; the other two hold 64 keys each. Scores are computed
-// transposed, so that weights and their gradients go from accumulators straight into the products
-// that make dv and dk. docs/design/hopper.md has the shared-memory map and the barrier table.
+// of Q and dO tiles) and brings lse and delta; two hold 64 keys each, and with at most 64 dims a
+// third one makes dq of their tiles. Scores are computed transposed, so that weights and their
+// gradients go from accumulators straight into the products that make dv and dk.
+// docs/design/hopper.md has the shared-memory map and the barrier table.
 #pragma once
 
 #include <cstdint>

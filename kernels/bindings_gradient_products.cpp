@@ -45,23 +45,23 @@ class TransposedOperands {
  public:
   explicit TransposedOperands(const Tensor& like) : like_(like) {}
 
-  // Those that are [depth, width]. The same operand is copied once.
-  void replace(const void*& data, int32_t depth, int32_t& width_to_stride) {
-    const int32_t width = width_to_stride;
+  // Puts the copy of an operand [depth, width], [width, stride], in its place. The same operand is
+  // copied once.
+  void replace(const void*& operand, int32_t& stride, int32_t depth, int32_t width) {
     int job = 0;
-    while (job < count_ && (jobs_[job].in.data != data || jobs_[job].head_dim != width)) ++job;
+    while (job < count_ && (jobs_[job].in.data != operand || jobs_[job].head_dim != width)) ++job;
     if (job == count_) {
       copies_.push_back(empty(like_, {width, padded_tokens(depth)}, like_.scalar_type()));
       HeadsTranspose& added = jobs_[count_++];
-      added.in = {const_cast<void*>(data), 0, width, 0};
+      added.in = {const_cast<void*>(operand), 0, width, 0};
       added.out = static_cast<float*>(copies_.back().data_ptr());
       added.batch = added.num_heads = 1;
       added.num_tokens = depth;
       added.head_dim = width;
       added.keeps_order = true;
     }
-    data = jobs_[job].out;
-    width_to_stride = static_cast<int32_t>(padded_tokens(depth));
+    operand = jobs_[job].out;
+    stride = static_cast<int32_t>(padded_tokens(depth));
   }
 
   void make(cudaStream_t stream) const {
@@ -82,8 +82,10 @@ void replace_operands(GradientGroup90& group, TransposedOperands& copies) {
     for (int j = p.first_term; j < p.end_term; ++j) {
       GradientTerm& term = group.terms[j];
       if (term.depth == 0) continue;
-      if (p.over_tokens) copies.replace(term.left, term.depth, term.left_stride);
-      copies.replace(term.right, term.depth, term.right_stride);
+      // As they are, rows lie side by side: a stride is a width.
+      const int32_t left_width = term.left_stride, right_width = term.right_stride;
+      if (p.over_tokens) copies.replace(term.left, term.left_stride, term.depth, left_width);
+      copies.replace(term.right, term.right_stride, term.depth, right_width);
     }
   }
 }

@@ -1,6 +1,7 @@
 // Grouped projections on Hopper: out = rotate(x @ weight^T + bias) for up to three independent
-// members in one persistent launch. Warpgroup 0 drives the copy engine: a ring of stages, 64 of the
-// depth each, for one tile after another. The two consumer warpgroups take the tiles in turn: while
+// members in one persistent launch. A warp drives the copy engine: a ring of stages, 64 of the
+// depth each, for one tile after another. Three warps, the scribes, write down what each tile's
+// epilogue must know. The two consumer warpgroups take the tiles in turn: while
 // one rotates and stores, the tensor cores work for the other. Accumulators stay in registers,
 // where a thread has both members of each pair. docs/design/projection.md has the shared-memory map
 // and the barrier table.
@@ -22,8 +23,8 @@ namespace frx {
 
 // ---- producer ---------------------------------------------------------------------------------
 
-// One warp. Gathered weights come at once where a copy can gather, else chunk by chunk, a lane
-// each.
+// One warp. Weights come at once, or a head at a time where heads share angles; gathered ones too
+// where a copy can gather, else chunk by chunk.
 template <class Config, class Element>
 __device__ __forceinline__ void produce(const ProjectionKernelParams& params,
                                         ProjectionStorage<Config>& smem, int lane) {
@@ -35,12 +36,18 @@ __device__ __forceinline__ void produce(const ProjectionKernelParams& params,
     const CUtensorMap& x_map = params.x_maps[place.member];
     const CUtensorMap& weight_map = params.weight_maps[place.member];
     const int first_row = place.row * Config::kRows;
-    const bool is_halves = units_a_half(p, Config::kUnits) > 0;
-    const int copies = is_gathered(p.rotation) && !is_halves ? Config::kChunks : 1;
-    const int column = chunk_column(p, place.column * Config::kChunks + lane);
+    const bool shares = params.schedule[place.member].shares;
+    const int parts = shares ? kSharingHeads : 1, part_chunks = Config::kChunks / parts;
+    const bool is_halves = units_a_half(p, part_chunks / 2) > 0;
+    // A lane a copy: of one head's part, or of a chunk where no copy can gather more
+    const int copies = is_gathered(p.rotation) && !is_halves ? Config::kChunks : parts;
+    const int copy_chunks = Config::kChunks / copies;
+    int chunk = place.column * Config::kChunks + lane * copy_chunks;
+    if (shares) chunk = shared_chunk(p, Config::kChunks, chunk);
+    const int column = chunk_column(p, chunk);
     const int half_units = p.rotation.rotary_dim / p.rotation.axes / kUnitColumns;
-    const int first_unit = place.column * Config::kUnits;
-    const int axis = is_halves ? first_unit / half_units : 0;
+    const int axis = is_halves ? chunk / 2 / half_units : 0;
+    const int unit_in_half = chunk / 2 - axis * half_units;
     const int blocks = params.schedule[place.member].depth_blocks;
     for (int block = 0; block < blocks; ++block) {
       mbarrier_wait(smem.empty[ring.stage], ring.parity ^ 1);
@@ -49,16 +56,36 @@ __device__ __forceinline__ void produce(const ProjectionKernelParams& params,
         cp_async_bulk_tensor_4d(&smem.x[ring.stage], x_map, smem.full[ring.stage],
                                 block * kDepthBlock, first_row, 0, 0);
       }
-      if (is_halves && lane == 0) {
-        cp_async_bulk_tensor_5d(&smem.weight[ring.stage], weight_map, smem.full[ring.stage],
-                                block * kDepthBlock, 0, 0, first_unit - axis * half_units, axis);
+      auto& weight = smem.weight[ring.stage][lane * copy_chunks * kChunkColumns];
+      if (lane < copies && is_halves) {
+        cp_async_bulk_tensor_5d(&weight, weight_map, smem.full[ring.stage], block * kDepthBlock, 0,
+                                0, unit_in_half, axis);
       } else if (lane < copies) {
-        cp_async_bulk_tensor_4d(&smem.weight[ring.stage][lane * kChunkColumns], weight_map,
-                                smem.full[ring.stage], block * kDepthBlock, column, 0, 0);
+        cp_async_bulk_tensor_4d(&weight, weight_map, smem.full[ring.stage], block * kDepthBlock,
+                                column, 0, 0);
       }
       __syncwarp();
       ring.advance();
     }
+  }
+}
+
+// All scribes: the facts of one tile after another, as soon as the consumer has used its last ones.
+template <class Config, class Element>
+__device__ __forceinline__ void write_facts(const ProjectionKernelParams& params,
+                                            ProjectionStorage<Config>& smem, int thread) {
+  prepare_turns<Config>(params, smem, thread);
+  named_barrier_sync(kTurnsReady, kScribeThreads);
+  uint32_t tile = 0;
+  for (int index = blockIdx.x; index < params.num_tiles; index += gridDim.x, ++tile) {
+    const uint32_t consumer = tile % kProjectionConsumers, lap = tile / kProjectionConsumers;
+    const TilePlace place = locate_tile(params.schedule, params.count, index);
+    mbarrier_wait(smem.facts_empty[consumer], lap % 2 ^ 1);
+    prepare_tile<Config, Element>(smem.facts[consumer], params.members[place.member],
+                                  smem.turns[place.member], place.row * Config::kRows,
+                                  place.column * Config::kChunks,
+                                  params.schedule[place.member].shares, thread / 32, thread % 32);
+    mbarrier_arrive(smem.facts_full[consumer]);
   }
 }
 
@@ -112,12 +139,10 @@ template <class Config, class Element>
 __device__ __forceinline__ void consume(const ProjectionKernelParams& params,
                                         ProjectionStorage<Config>& smem, uint32_t consumer,
                                         int thread) {
-  prepare_turns<Config>(params, smem, static_cast<int>(consumer) * kWarpgroup + thread);
-  named_barrier_sync(kTurnsReady, kProjectionConsumers * kWarpgroup);
   // The first tile is consumer 0's.
   if (consumer == 1) named_barrier_arrive(kMayMultiply, kProjectionConsumers * kWarpgroup);
 
-  TileFacts<Config>& facts = smem.facts[consumer];
+  uint32_t facts_parity = 0;
   // Twice the next tile's position in the ring, plus whose tile it is: one register.
   uint32_t state = 0;
   for (int index = blockIdx.x; index < params.num_tiles; index += gridDim.x) {
@@ -125,12 +150,15 @@ __device__ __forceinline__ void consume(const ProjectionKernelParams& params,
     const int blocks = params.schedule[place.member].depth_blocks;
     if ((state & 1) == consumer) {
       const GroupedProjection& p = params.members[place.member];
-      const int first_row = place.row * Config::kRows;
-      prepare_tile<Config, Element>(facts, p, smem.turns[place.member], first_row,
-                                    place.column * Config::kChunks, consumer, thread);
       float accumulators[Config::kRowBlocks][Config::kAccumulators];
       multiply_tile<Config, Element>(accumulators, smem, state / 2, blocks, consumer, thread % 32);
-      finish_tile<Config, Element>(accumulators, p, facts, first_row, thread);
+      mbarrier_wait(smem.facts_full[consumer], facts_parity);
+      finish_tile<Config, Element>(accumulators, p, smem.facts[consumer],
+                                   params.schedule[place.member].shares, place.row * Config::kRows,
+                                   thread);
+      __syncwarp();
+      if (thread % 32 == 0) mbarrier_arrive(smem.facts_empty[consumer]);
+      facts_parity ^= 1;
     }
     state = (state + 2 * blocks) ^ 1;
   }
@@ -150,6 +178,10 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
       mbarrier_init(smem.full[stage], 1);
       mbarrier_init(smem.empty[stage], kWarpgroup / 32);
     }
+    for (int consumer = 0; consumer < kProjectionConsumers; ++consumer) {
+      mbarrier_init(smem.facts_full[consumer], kScribeThreads);
+      mbarrier_init(smem.facts_empty[consumer], kWarpgroup / 32);
+    }
     fence_mbarrier_init();
     for (int i = 0; i < params.count; ++i) {
       prefetch_tensormap(params.x_maps[i]);
@@ -160,7 +192,11 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
 
   if (warpgroup == 0) {
     setmaxnreg_dec<Config::kProducerRegisters>();
-    if (threadIdx.x < 32) produce<Config, Element>(params, smem, threadIdx.x);
+    if (threadIdx.x < 32) {
+      produce<Config, Element>(params, smem, threadIdx.x);
+    } else {
+      write_facts<Config, Element>(params, smem, threadIdx.x - 32);
+    }
   } else {
     setmaxnreg_inc<Config::kConsumerRegisters>();
     consume<Config, Element>(params, smem, warpgroup - 1, threadIdx.x % kWarpgroup);
@@ -173,14 +209,14 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
 // ---- launcher ---------------------------------------------------------------------------------
 
 template <class Config>
-CUtensorMap weight_map(const GroupedProjection& p, DType dtype) {
-  if (const int units = units_a_half(p, Config::kUnits); units > 0) {
+CUtensorMap weight_map(const GroupedProjection& p, DType dtype, bool shares) {
+  const int parts = shares ? kSharingHeads : 1, part_units = Config::kUnits / parts;
+  if (const int units = units_a_half(p, part_units); units > 0) {
     const int half = p.rotation.rotary_dim / p.rotation.axes / 2;
-    return make_halves_map(p.weight, dtype, p.columns, p.depth, half, units,
-                           Config::kUnits / units);
+    return make_halves_map(p.weight, dtype, p.columns, p.depth, half, units, part_units / units);
   }
   return matrix_map(p.weight, dtype, p.columns, p.depth, p.depth,
-                    is_gathered(p.rotation) ? kChunkColumns : Config::kColumns);
+                    is_gathered(p.rotation) ? kChunkColumns : Config::kColumns / parts);
 }
 
 template <int kTile, class Element>
@@ -196,7 +232,7 @@ void launch_projections_sm90(const ProjectionGroup90& group, const ProjectionPla
     params.members[i] = p;
     params.schedule[i] = plan.schedule[i];
     params.x_maps[i] = matrix_map(p.x, group.dtype, p.rows, p.depth, p.depth, Config::kRows);
-    params.weight_maps[i] = weight_map<Config>(p, group.dtype);
+    params.weight_maps[i] = weight_map<Config>(p, group.dtype, plan.schedule[i].shares);
   }
   launch(projection_sm90_kernel<Config, Element>, "projection_sm90",
          std::min(plan.num_tiles, current_gpu().num_sms), Config::kThreads,

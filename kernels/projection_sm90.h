@@ -18,8 +18,7 @@ constexpr int kMaxPositionAxes = 3;  // rows of angles that shared memory holds
 constexpr int kDepthBytes = 128;     // of the common dimension, a stage
 constexpr int kChunkColumns = 8;     // what a thread stores at once, 16 bytes
 constexpr int kUnitColumns = 16;     // what is rotated together: two chunks
-
-enum class Turning : int32_t { kNothing = 0, kPositions = 1, kTable = 2 };
+constexpr int kSharingHeads = 4;     // whose columns of the same angles make up a tile
 
 // out = rotate(x @ weight^T + bias), a row a token. Everything contiguous and in one dtype.
 struct GroupedProjection {
@@ -43,11 +42,6 @@ struct ProjectionGroup90 {
 
 // Of the common dimension, a stage.
 inline int depth_block(DType dtype) { return kDepthBytes / (dtype == DType::kTF32 ? 4 : 2); }
-
-inline Turning turning_of(const RotationParams& r) {
-  if (r.rotary_dim == 0) return Turning::kNothing;
-  return r.cos != nullptr ? Turning::kTable : Turning::kPositions;
-}
 
 // Why the kernel cannot take a projection; null when it can.
 inline const char* projection_sm90_obstacle(DType dtype, const GroupedProjection& p) {
@@ -73,12 +67,12 @@ inline const char* projection_sm90_obstacle(DType dtype, const GroupedProjection
   if (!r.interleaved && r.rotary_dim / r.axes / 2 % kChunkColumns != 0) {
     return "the Hopper projection pairs halves whose width is a multiple of 8 only";
   }
-  if (turning_of(r) == Turning::kPositions && r.axes > kMaxPositionAxes) {
+  if (r.cos == nullptr && r.axes > kMaxPositionAxes) {
     return "the Hopper projection takes at most 3 position axes";
   }
   const bool has_fractions =
       r.position_type == PositionType::kFloat32 || r.position_type == PositionType::kFloat64;
-  if (turning_of(r) == Turning::kPositions && has_fractions && r.log2_base < 0) {
+  if (r.cos == nullptr && has_fractions && r.log2_base < 0) {
     return "the Hopper projection takes fractional positions with a base of at least 1 only";
   }
   return nullptr;
@@ -119,6 +113,26 @@ FRX_HOST_DEVICE int units_a_half(const GroupedProjection& p, int tile_units) {
   const int units = r.rotary_dim / r.axes / kUnitColumns;
   if (units % tile_units == 0) return tile_units;
   return tile_units % units == 0 ? units : 0;
+}
+
+// Whether tiles have a fourth of their columns from each of four heads, the same dims of all: an
+// angle found once turns four pairs. Else tiles are columns side by side.
+FRX_HOST_DEVICE bool shares_angles(const GroupedProjection& p, int tile_columns) {
+  const RotationParams& r = p.rotation;
+  const int columns = tile_columns / kSharingHeads;  // of a head
+  if (r.rotary_dim == 0 || (r.cos != nullptr && r.table_head_stride != 0)) return false;
+  if (p.columns / p.head_dim % kSharingHeads != 0) return false;
+  if (columns % kUnitColumns != 0 || p.head_dim % columns != 0) return false;
+  return !is_gathered(r) || units_a_half(p, columns / kUnitColumns) > 0;
+}
+
+// Which chunk of the columns in order a tile has where it would have `chunk` without sharing.
+FRX_HOST_DEVICE int shared_chunk(const GroupedProjection& p, int tile_chunks, int chunk) {
+  const int part = tile_chunks / kSharingHeads, a_head = p.head_dim / kChunkColumns;
+  const int tile = chunk / tile_chunks, within = chunk - tile * tile_chunks;
+  const int parts_a_head = a_head / part, head_group = tile / parts_a_head;
+  const int head = head_group * kSharingHeads + within / part;
+  return head * a_head + (tile - head_group * parts_a_head) * part + within % part;
 }
 
 // Of a gathered projection. Units past the end are all missing chunks.
@@ -170,18 +184,17 @@ FRX_HOST_DEVICE ChunkPlace chunk_place(const GroupedProjection& p, int chunk) {
 struct ProjectionTile {
   int rows;
   int columns;
-  int stages;         // of the ring that feeds the tensor cores
-  bool takes_tables;  // registers are left for rotation by tables
-  bool takes_tf32;    // and for results that are stored in fp32
+  int stages;       // of the ring that feeds the tensor cores
+  bool takes_tf32;  // not measured with 192 rows
 };
 
 // Two tiles are under way in a block, one a consumer. 192 rows bounded by registers (192
 // accumulators a thread), 5 stages by shared memory.
-constexpr ProjectionTile kProjectionTiles[] = {{192, 128, 5, false, false},
-                                               {128, 128, 6, true, true},
-                                               {64, 128, 8, true, true},
-                                               {64, 64, 8, true, true},
-                                               {64, 32, 8, true, true}};
+constexpr ProjectionTile kProjectionTiles[] = {{192, 128, 5, false},
+                                               {128, 128, 6, true},
+                                               {64, 128, 8, true},
+                                               {64, 64, 8, true},
+                                               {64, 32, 8, true}};
 constexpr int kNumProjectionTiles = sizeof(kProjectionTiles) / sizeof(kProjectionTiles[0]);
 
 struct ProjectionSchedule {
@@ -189,7 +202,8 @@ struct ProjectionSchedule {
   int32_t row_tiles;
   int32_t column_tiles;
   int32_t depth_blocks;
-  int32_t band;  // row tiles that are worked on side by side
+  int32_t shares;  // 1: as shares_angles()
+  int32_t band;    // row tiles that are worked on side by side
 };
 
 struct ProjectionPlan {
@@ -227,23 +241,17 @@ inline int64_t count_tiles(const ProjectionGroup90& group, const ProjectionTile&
   return tiles;
 }
 
-// Whether columns half a tile apart are the same dims of different heads, whose angles are then
-// found once. Not with 192 rows, which leave no registers for that.
-FRX_HOST_DEVICE bool shares_angles(const GroupedProjection& p, int tile_rows, int tile_columns) {
-  if (tile_rows > 128 || tile_columns < 4 * kUnitColumns) return false;
-  return is_gathered(p.rotation) ? tile_columns / 2 / kUnitColumns % units_a_head(p) == 0
-                                 : tile_columns / 2 % p.head_dim == 0;
-}
-
 // Clock cycles that the busiest multiprocessor takes, roughly; the members are in launch order.
 inline double projection_cycles(const ProjectionGroup90& group, const ProjectionTile& tile,
                                 int num_sms) {
   // Of one multiprocessor's tensor cores. In TF32 half as many, with half as many numbers a byte.
   constexpr double kFlopsACycle = 4096;
-  constexpr double kBytesACycle = 62;   // that reach its shared memory from L2
-  constexpr double kTurnCycles = 26;    // an accumulator of a thread, in the epilogue
-  constexpr double kStoreCycles = 8;    // the same, without rotation
-  constexpr double kDisturbance = 0.4;  // what an epilogue takes from the products beside it
+  constexpr double kBytesACycle = 62;       // that reach its shared memory from L2
+  constexpr double kTurnCycles = 140;       // an accumulator of a thread, in the epilogue
+  constexpr double kSharedTurnCycles = 55;  // the same, if four heads share the angle
+  constexpr double kStoreCycles = 35;       // the same, without rotation
+  constexpr double kDisturbance = 0.15;     // what an epilogue takes from the products beside it
+  constexpr double kTileCycles = 1500;      // of an epilogue, whatever its size
   const double block = std::max(1.0 * tile.rows * tile.columns * kDepthBytes / kFlopsACycle,
                                 1.0 * (tile.rows + tile.columns) * kDepthBytes / kBytesACycle);
   double cycles = 0, epilogue = 0;
@@ -256,8 +264,9 @@ inline double projection_cycles(const ProjectionGroup90& group, const Projection
         ceil_div(end, static_cast<int64_t>(num_sms)) -
         ceil_div(first, static_cast<int64_t>(num_sms));
     const double products = ceil_div(p.depth, depth_block(group.dtype)) * block;
-    const double turn = shares_angles(p, tile.rows, tile.columns) ? kTurnCycles / 2 : kTurnCycles;
-    epilogue = tile.rows * tile.columns / 128 * (p.rotation.rotary_dim > 0 ? turn : kStoreCycles);
+    const double turn = shares_angles(p, tile.columns) ? kSharedTurnCycles : kTurnCycles;
+    epilogue = kTileCycles +
+               tile.rows * tile.columns / 128 * (p.rotation.rotary_dim > 0 ? turn : kStoreCycles);
     // One tile's epilogue runs beside the next one's products.
     cycles += share * std::max(products + kDisturbance * epilogue, (products + epilogue) / 2);
     first = end;
@@ -267,10 +276,6 @@ inline double projection_cycles(const ProjectionGroup90& group, const Projection
 
 inline bool can_take(const ProjectionTile& tile, const ProjectionGroup90& group) {
   if (!tile.takes_tf32 && group.dtype == DType::kTF32) return false;
-  for (int i = 0; i < group.count; ++i) {
-    if (!tile.takes_tables && turning_of(group.members[i].rotation) == Turning::kTable)
-      return false;
-  }
   return count_tiles(group, tile) <= INT32_MAX / 2;
 }
 
@@ -302,6 +307,7 @@ inline ProjectionPlan plan_projections(const ProjectionGroup90& group, int num_s
     s.row_tiles = ceil_div(p.rows, size.rows);
     s.column_tiles = ceil_div(num_units(p), size.columns / kUnitColumns);
     s.depth_blocks = ceil_div(p.depth, depth_block(group.dtype));
+    s.shares = shares_angles(p, size.columns);
     s.band = std::min(s.row_tiles, std::max(kLeastBand, ceil_div(num_sms, s.column_tiles)));
     plan.num_tiles += s.row_tiles * s.column_tiles;
   }

@@ -11,7 +11,6 @@
 #include "ptx_sm90.cuh"
 #include "softmax_sm90.cuh"  // defines: pack, transpose_quad
 #include "storage.cuh"
-#include "tile.cuh"  // defines: opaque
 #include "tile_sm90.cuh"
 #include "turns.cuh"
 
@@ -22,13 +21,13 @@ template <class Element>
 using Stored = std::conditional_t<std::is_same_v<Element, Tf32>, float, Element>;
 
 constexpr int kProjectionConsumers = 2;
-constexpr int kMaxPairs = 128;  // of a head
+constexpr int kScribeThreads = 96;  // three warps of warpgroup 0, which write facts of tiles
+constexpr int kMaxPairs = 128;      // of a head
 
 enum ProjectionBarrier : int {
   // 0 is __syncthreads
-  kTurnsReady = 1,   // the consumers meet once
-  kFacts = 2,        // + consumer: its four warps have read the last tile's facts
-  kMayMultiply = 4,  // + consumer: the other one has waited for all stages of the tile before
+  kTurnsReady = 1,   // the scribes meet once
+  kMayMultiply = 2,  // + consumer: the other one has waited for all stages of the tile before
 };
 
 template <int kTile>
@@ -36,7 +35,6 @@ struct ProjectionConfig {
   static constexpr int kRows = kProjectionTiles[kTile].rows;
   static constexpr int kColumns = kProjectionTiles[kTile].columns;
   static constexpr int kStages = kProjectionTiles[kTile].stages;
-  static constexpr bool kTakesTables = kProjectionTiles[kTile].takes_tables;
   static constexpr int kThreads = kWarpgroup * (1 + kProjectionConsumers);
 
   static constexpr int kRowBlocks = kRows / 64;       // wgmmas a k step
@@ -47,8 +45,7 @@ struct ProjectionConfig {
   static constexpr uint32_t kXBytes = kRows * kRowBytes;
   static constexpr uint32_t kWeightBytes = kColumns * kRowBytes;
 
-  static constexpr int kProducerRegisters = kRowBlocks == 3 ? 24 : 40;
-  static constexpr int kConsumerRegisters = kRowBlocks == 3 ? 240 : 232;
+  static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
   static_assert((kProducerRegisters + kProjectionConsumers * kConsumerRegisters) * kWarpgroup <=
                 65536 / (kThreads * 8) * kThreads * 8);
   static_assert(kXBytes % 1024 == 0 && kWeightBytes % 1024 == 0, "swizzled tiles' alignment");
@@ -87,6 +84,7 @@ struct ProjectionStorage {
   TileFacts<Config> facts[kProjectionConsumers];
   uint64_t turns[kMaxProjections][kMaxPairs];  // a position, of each pair
   uint64_t full[Config::kStages], empty[Config::kStages];
+  uint64_t facts_full[kProjectionConsumers], facts_empty[kProjectionConsumers];
 };
 
 struct ProjectionKernelParams {
@@ -99,7 +97,7 @@ struct ProjectionKernelParams {
 
 // ---- angles -----------------------------------------------------------------------------------
 
-// All consumers, once: the frequencies of every member's pairs.
+// All scribes, once: the frequencies of every member's pairs.
 template <class Config>
 __device__ __forceinline__ void prepare_turns(const ProjectionKernelParams& params,
                                               ProjectionStorage<Config>& smem, int thread) {
@@ -107,7 +105,7 @@ __device__ __forceinline__ void prepare_turns(const ProjectionKernelParams& para
     const RotationParams& r = params.members[i].rotation;
     if (r.rotary_dim == 0 || r.cos != nullptr) continue;
     const int half_width = r.rotary_dim / r.axes / 2;
-    for (int pair = thread; pair < r.rotary_dim / 2; pair += kProjectionConsumers * kWarpgroup) {
+    for (int pair = thread; pair < r.rotary_dim / 2; pair += kScribeThreads) {
       smem.turns[i][pair] =
           turns_a_position(inverse_frequency(pair % half_width, 2 * half_width, r.log2_base));
     }
@@ -116,10 +114,10 @@ __device__ __forceinline__ void prepare_turns(const ProjectionKernelParams& para
 
 template <class Config>
 __device__ __forceinline__ void prepare_rows(TileFacts<Config>& facts, const GroupedProjection& p,
-                                             int first_row, int thread) {
+                                             int first_row, int lane) {
   const RotationParams& r = p.rotation;
   if (r.rotary_dim == 0) return;
-  for (int i = thread; i < Config::kRows; i += kWarpgroup) {
+  for (int i = lane; i < Config::kRows; i += 32) {
     const int row = min(first_row + i, p.rows - 1);
     const int batch = row / p.tokens, token = row - batch * p.tokens;
     if (r.cos != nullptr) {
@@ -133,8 +131,8 @@ __device__ __forceinline__ void prepare_rows(TileFacts<Config>& facts, const Gro
   }
 }
 
-// Pair `which` of a unit, in lane t: columns 2t, 2t + 1 of the chunk `which` if neighbours turn
-// together, else column 2t + which of both chunks.
+// Pair `which` of a unit (of the columns in order), in lane t: columns 2t, 2t + 1 of the chunk
+// `which` if neighbours turn together, else column 2t + which of both chunks.
 template <class Config>
 __device__ __forceinline__ PairAngle pair_angle(const GroupedProjection& p, const uint64_t* turns,
                                                 int unit, int which, int t) {
@@ -154,26 +152,34 @@ __device__ __forceinline__ PairAngle pair_angle(const GroupedProjection& p, cons
   return {start + dim, gathered ? r.rotary_dim / r.axes / 2 : 1};
 }
 
-// One warpgroup, before its tile. Its warps meet once more, at kMayMultiply, before they read this.
+// What a consumer must know of a tile. The scribes' warps have a part each, since none of them has
+// enough to do to hide its latencies.
 template <class Config, class Element>
 __device__ __forceinline__ void prepare_tile(TileFacts<Config>& facts, const GroupedProjection& p,
                                              const uint64_t* turns, int first_row, int first_chunk,
-                                             int consumer, int thread) {
-  named_barrier_sync(kFacts + consumer, kWarpgroup);  // the last tile's facts have been read
-  prepare_rows<Config>(facts, p, first_row, thread);
-  if (thread < Config::kChunks) {
-    const int column = chunk_column(p, first_chunk + thread);
-    facts.columns[thread] = column < p.columns ? column : -1;
+                                             bool shares, int warp, int lane) {
+  auto chunk_of_tile = [&](int chunk) {
+    chunk += first_chunk;
+    return shares ? shared_chunk(p, Config::kChunks, chunk) : chunk;
+  };
+  if (warp == 0) return prepare_rows<Config>(facts, p, first_row, lane);
+  if (warp == 1) {
+    if (p.rotation.rotary_dim == 0) return;
+    for (int i = lane; i < 4 * Config::kChunks; i += 32) {
+      const int chunk = i / 4;
+      facts.pairs[chunk][i % 4] =
+          pair_angle<Config>(p, turns, chunk_of_tile(chunk) / 2, chunk % 2, i % 4);
+    }
+    return;
   }
-  if (p.rotation.rotary_dim > 0 && thread < 4 * Config::kChunks) {
-    const int chunk = thread / 4;
-    facts.pairs[chunk][thread % 4] =
-        pair_angle<Config>(p, turns, (first_chunk + chunk) / 2, chunk % 2, thread % 4);
+  if (lane < Config::kChunks) {
+    const int column = chunk_column(p, chunk_of_tile(lane));
+    facts.columns[lane] = column < p.columns ? column : -1;
   }
-  if (p.bias != nullptr && thread < Config::kColumns) {
-    const int column =
-        chunk_column(p, first_chunk + thread / kChunkColumns) + thread % kChunkColumns;
-    facts.bias[thread] =
+  if (p.bias == nullptr) return;
+  for (int i = lane; i < Config::kColumns; i += 32) {
+    const int column = chunk_column(p, chunk_of_tile(i / kChunkColumns)) + i % kChunkColumns;
+    facts.bias[i] =
         column < p.columns ? to_float(static_cast<const Stored<Element>*>(p.bias)[column]) : 0.f;
   }
 }
@@ -247,16 +253,15 @@ struct NoAngles {
 
 // Two columns of each of a unit's chunks a and b. (a[0], a[1]) and (b[0], b[1]) turn together where
 // neighbours do, else (a[0], b[0]) and (a[1], b[1]).
-template <class Source>
+template <class Source, bool kIsGathered>
 __device__ __forceinline__ void rotate_unit(float (&a)[2], float (&b)[2],
-                                            const typename Source::Turn (&turn)[kPairs],
-                                            bool gathered) {
-  const Pair x = Source::apply(turn[0], {a[0], gathered ? b[0] : a[1]});
-  const Pair y = Source::apply(turn[1], {gathered ? a[1] : b[0], b[1]});
-  a[0] = x.first;
-  a[1] = gathered ? y.first : x.second;
-  b[0] = gathered ? x.second : y.first;
-  b[1] = y.second;
+                                            const typename Source::Turn (&turn)[kPairs]) {
+  float &x = kIsGathered ? b[0] : a[1], &y = kIsGathered ? a[1] : b[0];
+  const Pair first = Source::apply(turn[0], {a[0], x}), second = Source::apply(turn[1], {y, b[1]});
+  a[0] = first.first;
+  x = first.second;
+  y = second.first;
+  b[1] = second.second;
 }
 
 template <class Config>
@@ -286,86 +291,139 @@ __device__ __forceinline__ void store_pair(float* out, int row, int rows_left, i
       make_float2(x[0], x[1]);
 }
 
-// Rotation, rounding and storing of a warpgroup's tile, two units at a time. kShares: how
-// many such pairs of units, an equal part of the tile apart, turn alike, in different heads.
-template <class Config, class Element, class Source, int kShares>
+// How the epilogue walks through a tile: in steps of a few units of each of kParts parts, in which
+// angles are the same. Its code expects a step's accumulators in the first places of each part.
+template <class Config, class Source_, int kParts_, int kMostUnits, bool kIsGathered_>
+struct Finish {
+  using Source = Source_;
+  static constexpr int kParts = kParts_;
+  static constexpr bool kIsGathered = kIsGathered_;
+  static constexpr int kPartUnits = Config::kUnits / kParts;
+  static constexpr int kStepUnits = kMostUnits < kPartUnits ? kMostUnits : kPartUnits;
+  static constexpr int kRowSteps = kPartUnits / kStepUnits;  // of a row block
+  static constexpr int kSteps = Config::kRowBlocks * kRowSteps;
+  static constexpr int kUnitAccumulators = kUnitColumns / 2;
+
+  // Moves all accumulators behind the first step's up by a step, from row block to row block.
+  static __device__ __forceinline__ void advance(
+      float (&accumulators)[Config::kRowBlocks][Config::kAccumulators]) {
+    constexpr int kPart = kPartUnits * kUnitAccumulators, kStep = kStepUnits * kUnitAccumulators;
+#pragma unroll
+    for (int i = 0; i + kStep < Config::kRowBlocks * kPart; ++i) {
+      const int from = i + kStep;
+#pragma unroll
+      for (int part = 0; part < kParts * kPart; part += kPart) {
+        accumulators[i / kPart][part + i % kPart] = accumulators[from / kPart][part + from % kPart];
+      }
+    }
+  }
+};
+
+// Rotation, rounding and storing of a warpgroup's tile. A loop, although accumulators must be moved
+// for it: unrolled, the code would come from L2 for every tile, which takes longer than to run it.
+template <class Finish, class Element, class Config>
 __device__ __forceinline__ void finish_tile(
-    const float (&accumulators)[Config::kRowBlocks][Config::kAccumulators],
-    const GroupedProjection& p, const TileFacts<Config>& facts, int first_row, int thread) {
+    float (&accumulators)[Config::kRowBlocks][Config::kAccumulators], const GroupedProjection& p,
+    const TileFacts<Config>& facts, int first_row, int thread) {
+  using Source = typename Finish::Source;
+  constexpr int kStepUnits = Finish::kStepUnits, kUnits = kStepUnits * Finish::kParts;
   const int warp = thread / 32, g = thread % 32 / 4, t = thread % 4;
-  const bool gathered = is_gathered(p.rotation);
-  constexpr int kPart = Config::kUnits / kShares;
   // Of the thread's first row
   const int thread_row = first_row + 16 * warp + g, rows_left = p.rows - thread_row;
   const int columns = p.columns;
   Stored<Element>* const out =
       static_cast<Stored<Element>*>(p.out) + static_cast<int64_t>(thread_row) * columns;
   const RowAngle* const rows = &facts.rows[0][16 * warp + g];
+#pragma unroll 1
+  for (int step = 0; step < Finish::kSteps; ++step) {
+    const int m = step / Finish::kRowSteps,
+              first_unit = (step - m * Finish::kRowSteps) * kStepUnits;
+    // Where the i-th of the step's units is in the tile
+    auto place = [&](int i) {
+      return i / kStepUnits * Finish::kPartUnits + first_unit + i % kStepUnits;
+    };
 #pragma unroll
-  for (int unit = 0; unit < kPart; unit += 2) {
-    const PairAngle* const pairs = &facts.pairs[2 * unit][t];
-    const Source sources[2] = {{p, pairs}, {p, pairs + 8}};
+    for (int half = 0; half < 2; ++half) {
+      const int row = 64 * m + 8 * half;  // from the thread's first one
+      uint32_t words[kUnits][2];
 #pragma unroll
-    for (int m = 0; m < Config::kRowBlocks; ++m) {
+      for (int u = 0; u < kStepUnits; ++u) {
+        const PairAngle* const pairs = &facts.pairs[2 * (first_unit + u)][t];
+        typename Source::Turn turn[kPairs];
+        Source(p, pairs).find(turn, pairs, rows + row);
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        // From the thread's first one. Opaque, so that nothing of these rows is computed before the
-        // last ones are stored: no registers are left for that.
-        const int row = opaque(64 * m + 8 * half);
-        uint32_t words[kShares][4];
-#pragma unroll
-        for (int u = 0; u < 2; ++u) {
-          typename Source::Turn turn[kPairs];
-          sources[u].find(turn, pairs + 8 * u, rows + row);
-#pragma unroll
-          for (int share = 0; share < kShares; ++share) {
-            const int chunk = 2 * (unit + u + share * kPart);
-            const float* const x = &accumulators[m][4 * chunk + 2 * half];
-            float a[2] = {x[0], x[1]}, b[2] = {x[4], x[5]};
-            if constexpr (Source::kTurns) rotate_unit<Source>(a, b, turn, gathered);
-            if constexpr (std::is_same_v<Element, Tf32>) {
-              store_pair(out, row, rows_left, columns, facts.columns[chunk], t, a);
-              store_pair(out, row, rows_left, columns, facts.columns[chunk + 1], t, b);
-            } else {
-              words[share][2 * u] = pack<Element>(a[0], a[1]);
-              words[share][2 * u + 1] = pack<Element>(b[0], b[1]);
-            }
+        for (int part = 0; part < Finish::kParts; ++part) {
+          const int i = part * kStepUnits + u;
+          const float* const x =
+              &accumulators[0]
+                           [(part * Finish::kPartUnits + u) * Finish::kUnitAccumulators + 2 * half];
+          float a[2] = {x[0], x[1]}, b[2] = {x[4], x[5]};
+          if constexpr (Source::kTurns) rotate_unit<Source, Finish::kIsGathered>(a, b, turn);
+          if constexpr (std::is_same_v<Element, Tf32>) {
+            store_pair(out, row, rows_left, columns, facts.columns[2 * place(i)], t, a);
+            store_pair(out, row, rows_left, columns, facts.columns[2 * place(i) + 1], t, b);
+          } else {
+            words[i][0] = pack<Element>(a[0], a[1]);
+            words[i][1] = pack<Element>(b[0], b[1]);
           }
         }
+      }
+      if constexpr (!std::is_same_v<Element, Tf32>) {
 #pragma unroll
-        for (int share = 0; share < (std::is_same_v<Element, Tf32> ? 0 : kShares); ++share) {
-          const uint4 eight = transpose_quad(words[share], t);
-          const int column = facts.columns[2 * (unit + share * kPart) + t];
+        for (int i = 0; i < kUnits; i += 2) {
+          const uint32_t four[4] = {words[i][0], words[i][1], words[i + 1][0], words[i + 1][1]};
+          const uint4 eight = transpose_quad(four, t);
+          const int column = facts.columns[2 * place(i + t / 2) + t % 2];
           if (row < rows_left && column >= 0) {
             *reinterpret_cast<uint4*>(out + static_cast<int64_t>(row) * columns + column) = eight;
           }
         }
       }
     }
+    Finish::advance(accumulators);
+  }
+}
+
+template <class Config, class Element, class Source>
+__device__ __forceinline__ void finish_turning_tile(
+    float (&accumulators)[Config::kRowBlocks][Config::kAccumulators], const GroupedProjection& p,
+    const TileFacts<Config>& facts, bool shares, int first_row, int thread) {
+  const bool gathered = is_gathered(p.rotation);
+  if constexpr (Config::kUnits >= kSharingHeads) {
+    constexpr int kHeads = kSharingHeads;
+    if (shares && gathered) {
+      return finish_tile<Finish<Config, Source, kHeads, 1, true>, Element>(accumulators, p, facts,
+                                                                           first_row, thread);
+    }
+    if (shares) {
+      return finish_tile<Finish<Config, Source, kHeads, 1, false>, Element>(accumulators, p, facts,
+                                                                            first_row, thread);
+    }
+  }
+  if (gathered) {
+    finish_tile<Finish<Config, Source, 1, 2, true>, Element>(accumulators, p, facts, first_row,
+                                                             thread);
+  } else {
+    finish_tile<Finish<Config, Source, 1, 2, false>, Element>(accumulators, p, facts, first_row,
+                                                              thread);
   }
 }
 
 template <class Config, class Element>
 __device__ __forceinline__ void finish_tile(
     float (&accumulators)[Config::kRowBlocks][Config::kAccumulators], const GroupedProjection& p,
-    const TileFacts<Config>& facts, int first_row, int thread) {
+    const TileFacts<Config>& facts, bool shares, int first_row, int thread) {
   if (p.bias != nullptr) add_bias<Config>(accumulators, facts, thread % 4);
   if (p.rotation.rotary_dim == 0) {
-    return finish_tile<Config, Element, NoAngles, 1>(accumulators, p, facts, first_row, thread);
+    return finish_tile<Finish<Config, NoAngles, 1, 4, false>, Element>(accumulators, p, facts,
+                                                                       first_row, thread);
   }
-  if constexpr (Config::kTakesTables) {
-    if (p.rotation.cos != nullptr) {
-      return finish_tile<Config, Element, TableAngles, 1>(accumulators, p, facts, first_row,
-                                                          thread);
-    }
+  if (p.rotation.cos != nullptr) {
+    return finish_turning_tile<Config, Element, TableAngles>(accumulators, p, facts, shares,
+                                                             first_row, thread);
   }
-  if constexpr (Config::kUnits >= 4 && Config::kRowBlocks < 3) {
-    if (shares_angles(p, Config::kRows, Config::kColumns)) {
-      return finish_tile<Config, Element, PositionAngles, 2>(accumulators, p, facts, first_row,
-                                                             thread);
-    }
-  }
-  finish_tile<Config, Element, PositionAngles, 1>(accumulators, p, facts, first_row, thread);
+  finish_turning_tile<Config, Element, PositionAngles>(accumulators, p, facts, shares, first_row,
+                                                       thread);
 }
 
 }  // namespace frx

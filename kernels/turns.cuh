@@ -68,7 +68,7 @@ FRX_HOST_DEVICE uint32_t fraction_of_turn(FixedPosition position, uint64_t turns
   return static_cast<uint32_t>(whole >> 32) + static_cast<uint32_t>(part >> 32);
 }
 
-// Within 1.2e-7 of the exact values: the nearest quarter turn, then polynomials on what is left of
+// Within 1.24e-7 of the exact values: the nearest quarter turn, then polynomials on what is left of
 // at most an eighth. A fraction of 0 gives exactly (1, 0).
 FRX_HOST_DEVICE CosSin cos_sin_of_turn(uint32_t turn) {
   constexpr float kRadians = 0x1.921fb6p-30f;  // 2 pi * 2^-32

@@ -120,8 +120,8 @@ def test_opcheck(device: str) -> None:
 # ------------------------------------------------------------------------------------- the choice
 
 
-def obstacle(products: list[Product]) -> str:
-    return str(gradient_products.obstacle(on_meta(products), H200_SMS))
+def obstacle(products: list[Product], tf32: bool = False) -> str:
+    return str(gradient_products.obstacle(on_meta(products), H200_SMS, tf32))
 
 
 def meta(tokens: int, inner: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -138,6 +138,9 @@ def test_which_blocks_are_taken() -> None:
     assert obstacle([p for p in mast3r if not p.over_tokens]) == "None"  # 24 steps at most
     assert obstacle(block_products(512, 512, 512, 512, 512)) == "None"
     assert "not two" in obstacle(mast3r[:1])
+    alone = of_tokens(*(x.float() for x in meta(1536, 768, 768)[:2]))
+    assert obstacle([alone], tf32=True) == "None"
+    assert "TF32 is allowed" in obstacle([alone, alone])
     assert "8 terms" in obstacle(mast3r * 2)
 
 

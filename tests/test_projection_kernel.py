@@ -8,6 +8,7 @@ the margin.
 
 from __future__ import annotations
 
+import itertools
 import math
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -25,6 +26,8 @@ from margins import Margins
 DTYPES = {torch.float16: 2, torch.bfloat16: 3}
 POSITION_TYPES = {torch.int32: 1, torch.int64: 2, torch.float32: 3, torch.float64: 4}
 TILES = ("192x128", "128x128", "64x128", "64x64", "64x32")
+SHARING_TILES = TILES[:4]  # not those of 32 columns
+BASE = 100.0  # with 1 all pairs would turn alike, and a wrong one would not show
 
 
 class Member(NamedTuple):
@@ -38,13 +41,19 @@ class Member(NamedTuple):
     table: tuple[int, int] | None = None  # batches and heads of cos and sin
     has_bias: bool = True
 
+    def sizes(self) -> tuple[Any, ...]:
+        """As ``ext/projection.cpp`` takes them."""
+        rows, columns = self.batch * self.tokens, self.heads * self.head_dim
+        rotary_dim, interleaved, axes, *_ = self.spec
+        return rows, self.tokens, columns, self.depth, self.head_dim, rotary_dim, axes, interleaved
+
 
 def neighbours(rotary_dim: int, axes: int = 1, full_width: bool = False) -> RotationSpec:
-    return RotationSpec(rotary_dim, True, axes, full_width)
+    return RotationSpec(rotary_dim, True, axes, full_width, BASE)
 
 
 def halves(rotary_dim: int, axes: int = 1, full_width: bool = False) -> RotationSpec:
-    return RotationSpec(rotary_dim, False, axes, full_width)
+    return RotationSpec(rotary_dim, False, axes, full_width, BASE)
 
 
 PLAIN = Member()
@@ -72,6 +81,39 @@ CASES: dict[str, tuple[Member, ...]] = {
         Member(1, 3, 3, 32, 64, halves(32), torch.int32),
         Member(1, 130, 1, 64, 136),
     ),
+    # Four heads that share no angles: each has a table, or dims that pass, beside its halves.
+    "four heads, table a head": (Member(heads=4, spec=neighbours(64), table=(2, 4)),),
+    "four heads, halves, table a head": (Member(heads=4, spec=halves(64), table=(1, 4)),),
+    "four heads, halves of a part": (Member(heads=4, spec=halves(32), positions=torch.int64),),
+}
+
+# Whose tiles of 64 and of 128 columns have a part of each of four heads.
+SHARING: dict[str, tuple[Member, ...]] = {
+    "neighbours": (Member(heads=4, spec=neighbours(64)),),
+    "neighbours on axes": (
+        Member(heads=8, head_dim=32, spec=neighbours(32, 2), positions=torch.float32),
+    ),
+    "neighbours of wide heads": (
+        Member(heads=4, head_dim=128, depth=8, spec=neighbours(128), positions=torch.float64),
+    ),
+    "neighbours of a part": (Member(heads=4, spec=neighbours(24, 2), positions=torch.int32),),
+    "halves": (Member(heads=8, spec=halves(64), positions=torch.int32, has_bias=False),),
+    "halves of narrow heads": (
+        Member(heads=12, head_dim=32, spec=halves(32), positions=torch.float64),
+    ),
+    "halves on axes": (Member(heads=4, spec=halves(64, 2), positions=torch.int64),),
+    # A part of 32 columns has all four halves of a head.
+    "halves on axes of narrow heads": (
+        Member(heads=4, head_dim=32, spec=halves(32, 2), positions=torch.float32),
+    ),
+    "halves on axes of wide heads": (
+        Member(heads=4, head_dim=128, depth=8, spec=halves(128, 2), positions=torch.int32),
+    ),
+    "halves, not a power of two": (Member(heads=4, head_dim=96, depth=8, spec=halves(96)),),
+    "table": (Member(heads=4, spec=neighbours(64), table=(2, 1)),),
+    "table, halves": (Member(heads=12, head_dim=32, spec=halves(32), table=(1, 1)),),
+    "full table": (Member(heads=4, spec=neighbours(64, full_width=True), table=(1, 1)),),
+    "full table, halves": (Member(heads=4, spec=halves(64, 2, full_width=True), table=(2, 1)),),
 }
 
 
@@ -80,6 +122,11 @@ def kernel(request: pytest.FixtureRequest) -> ModuleType:
     return load_extension(
         "projection_emulated", request.config, emulates_cuda=True, emulation="emulation_sm90"
     )
+
+
+@pytest.fixture(scope="module")
+def plans(request: pytest.FixtureRequest) -> ModuleType:
+    return load_extension("projection", request.config)
 
 
 class Problem:
@@ -169,6 +216,33 @@ def assert_right(
 def test_matches_definition(kernel: ModuleType, name: str, tile: int) -> None:
     dtype = torch.float16 if tile % 2 else torch.bfloat16
     assert_right(kernel, CASES[name], tile, dtype, seed=tile)
+
+
+@pytest.mark.parametrize("tile", range(len(SHARING_TILES)), ids=SHARING_TILES)
+@pytest.mark.parametrize("name", SHARING)
+def test_heads_that_share_angles(kernel: ModuleType, name: str, tile: int) -> None:
+    dtype = torch.bfloat16 if tile % 2 else torch.float16
+    assert_right(kernel, SHARING[name], tile, dtype, num_sms=1, seed=tile)
+
+
+def test_these_heads_share_angles(plans: ModuleType) -> None:
+    """Else the test above would pass without what it is there for."""
+    for members, tile in itertools.product(SHARING.values(), TILES):
+        columns = int(tile.split("x")[1])
+        for m in members:
+            shares = plans.shares_angles(m.sizes(), columns, 0 if m.table else -1)
+            assert shares == (tile in SHARING_TILES), (m, tile)
+
+
+@pytest.mark.parametrize("tile", range(len(TILES)), ids=TILES)
+def test_one_block_has_members_that_share_and_others(kernel: ModuleType, tile: int) -> None:
+    """Facts are written anew for every tile, and kinds of members follow each other."""
+    members = (
+        Member(1, 70, 4, 64, 72, neighbours(64), torch.int32),
+        Member(2, 40, 3, 64, 72, halves(32), torch.float32),
+        Member(1, 200, 8, 32, 8, halves(32), table=(1, 1)),
+    )
+    assert_right(kernel, members, tile, num_sms=1, seed=tile)
 
 
 @pytest.mark.parametrize("tile", range(len(TILES)), ids=TILES)

@@ -1,5 +1,5 @@
 // The grouped projections' torch-free parts, called from tests/test_projection.py: fixed-point
-// angles, units of columns, and the plan.
+// angles, units of columns, the columns that share angles, and the plan.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -66,6 +66,26 @@ py::list tiles_in_order(const std::vector<Sizes>& members, int num_sms, int tile
   return places;
 }
 
+// Whether each member of the launch, in its order, shares angles.
+std::vector<bool> members_that_share(const std::vector<Sizes>& members, int num_sms, int tile) {
+  const ProjectionGroup90 group = group_of(members, false);
+  const ProjectionPlan plan = plan_projections(group, num_sms, tile);
+  std::vector<bool> shares;
+  for (int i = 0; i < group.count; ++i) shares.push_back(plan.schedule[i].shares != 0);
+  return shares;
+}
+
+// table_head_stride: negative where angles come from positions.
+bool shares(const Sizes& sizes, int tile_columns, int64_t table_head_stride) {
+  GroupedProjection p = projection_of(sizes);
+  static const float table = 0;
+  if (table_head_stride >= 0) {
+    p.rotation.cos = p.rotation.sin = &table;
+    p.rotation.table_head_stride = table_head_stride;
+  }
+  return shares_angles(p, tile_columns);
+}
+
 std::string obstacle(const Sizes& sizes, int dtype, int position_type, double log2_base,
                      uintptr_t x) {
   GroupedProjection p = projection_of(sizes);
@@ -93,6 +113,10 @@ PYBIND11_MODULE(projection, m) {
   m.def("chunk_column",
         [](const Sizes& sizes, int chunk) { return chunk_column(projection_of(sizes), chunk); });
   m.def("unit_of_lane", &unit_of_lane);
+  m.def("shares_angles", &shares);
+  m.def("shared_chunk", [](const Sizes& sizes, int tile_chunks, int chunk) {
+    return shared_chunk(projection_of(sizes), tile_chunks, chunk);
+  });
   m.def("tiles", [] {
     py::list tiles;
     for (const ProjectionTile& t : kProjectionTiles) {
@@ -104,5 +128,6 @@ PYBIND11_MODULE(projection, m) {
     return choose_projection_tile(group_of(members, has_tables), num_sms);
   });
   m.def("tiles_in_order", &tiles_in_order);
+  m.def("members_that_share", &members_that_share);
   m.def("obstacle", &obstacle);
 }
