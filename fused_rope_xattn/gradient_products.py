@@ -74,8 +74,8 @@ def added(a: Product, b: Product) -> Product:
 
 def obstacle(products: list[Product], num_sms: int, tf32: bool = False) -> str | None:
     """Why one launch should not compute these on a Hopper, None if it should."""
-    # In TF32 one is worth it, too: cuBLAS reads a weight that is not transposed at half the speed.
-    if len(products) < 2 and not tf32:
+    # In TF32 a gradient of tokens alone is worth it: cuBLAS reads its weight at half the speed.
+    if len(products) < 2 and not (tf32 and not products[0].over_tokens):
         return "there are not two of them"
     operands = [x for p in products for term in p.terms for x in term]
     if len(operands) > 2 * MOST_TERMS:

@@ -29,6 +29,9 @@ MOST_ROWS = 16  # queries of all heads of a sample: one tile of the kernels
 MOST_COLUMNS = 1024  # of the tokens, and of the keys of all heads
 # Multiplications that values would take. Below, the kernels for all are faster (measured).
 LEAST = 3_000_000_000
+# Of a sample: with fewer, the sums of its tokens would take more room than its values, and a block
+# would have little to do. Fewer were not measured.
+LEAST_KEYS = 256
 
 
 def obstacle(config: BlockConfig, t: BlockTensors) -> str | None:
@@ -39,9 +42,9 @@ def obstacle(config: BlockConfig, t: BlockTensors) -> str | None:
     batch, queries, _ = t.x_query.shape
     keys, width = x.shape[1:]
     inner = t.w_k.shape[0]
-    if config.num_heads * queries > MOST_ROWS:
-        return f"a sample has more than {MOST_ROWS} rows"
-    if batch * keys * inner * width < LEAST:
+    if queries < 1 or config.num_heads * queries > MOST_ROWS:
+        return f"a sample has no rows, or more than {MOST_ROWS}"
+    if keys < LEAST_KEYS or batch * keys * inner * width < LEAST:
         return "values are projected in no time"
     if config.dropout_p > 0 or t.attn_bias is not None or t.keep_mask is not None:
         return "it has dropout, a bias or a mask that tells heads or queries apart"
@@ -49,8 +52,10 @@ def obstacle(config: BlockConfig, t: BlockTensors) -> str | None:
         return "it is not of one half type"
     if inner // config.num_kv_heads not in HEAD_DIMS:
         return "its head dim is another than 32, 64 and 128"
-    if width % WIDTH_MULTIPLE or width > MOST_COLUMNS or inner > MOST_COLUMNS:
+    if width % WIDTH_MULTIPLE or inner > MOST_COLUMNS:
         return f"a width is no multiple of {WIDTH_MULTIPLE} or above {MOST_COLUMNS}"
+    if width > inner:
+        return "its values are narrower than its tokens"
     return None
 
 
@@ -106,13 +111,14 @@ def backward(
     k_turning = ops.UNTURNED
     if takes_rotation(k):
         k, k_turning = split.turned_back(k)
-    v, dq, dk = _attention_backward(config, t, saved, needs, dout, dlse, k_turning)
-
     keys = split.key_projection(config, t)
     zeros = split.shift_of_all_keys(keys, needs.k) if dlse is None else {}
+    needs = needs._replace(k=needs.k._replace(**dict.fromkeys(zeros, False)))
+    v, dq, dk = _attention_backward(config, t, saved, needs, dout, dlse, k_turning)
+
     q = split.query_projection(config, t)
     q_rest = split.before_products(q, dq, needs.q)
-    k_rest = split.before_products(k, dk, needs.k._replace(**dict.fromkeys(zeros, False)))
+    k_rest = split.before_products(k, dk, needs.k)
     x_k, dx_k = k_rest.x, None
     if t.x_value is None and x_k is not None and v.x is not None:
         # Keys and values come from the same x: what is there already is added in the product.
@@ -148,20 +154,22 @@ def _attention_backward(
     assert saved.u_rest is not None
     dheads = _by_key_head(dout.permute(2, 0, 1, 3), config)  # [Hkv, N, D]
     w_v = t.w_v.unflatten(0, (config.num_kv_heads, -1))  # [Hkv, D, Dv]
-    dq, dk, dx = token_ops.token_attention_backward(
-        torch.bmm(dheads, w_v).view(saved.u.shape),
-        dlse,
-        saved.q,
-        saved.k,
-        _tokens(t),
-        TokenSums(saved.u, saved.u_rest),
-        saved.lse,
-        split.score_options(config, t),
-        need_dq=any(needs.q),
-        need_dk=any(needs.k),
-        need_dx=needs.v.x,
-        k_turning=k_turning,
-    )
+    dq = dk = dx = saved.q.new_empty(0)
+    if any(needs.q) or any(needs.k) or needs.v.x:
+        dq, dk, dx = token_ops.token_attention_backward(
+            torch.bmm(dheads, w_v).view(saved.u.shape),
+            dlse,
+            saved.q,
+            saved.k,
+            _tokens(t),
+            TokenSums(saved.u, saved.u_rest),
+            saved.lse,
+            split.score_options(config, t),
+            need_dq=any(needs.q),
+            need_dk=any(needs.k),
+            need_dx=needs.v.x,
+            k_turning=k_turning,
+        )
     dw_v = db_v = None
     if needs.v.weight:
         dw_v = torch.bmm(dheads.transpose(1, 2), _by_key_head(saved.u, config)).flatten(0, 1)

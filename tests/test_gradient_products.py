@@ -140,6 +140,8 @@ def test_which_blocks_are_taken() -> None:
     assert "not two" in obstacle(mast3r[:1])
     alone = of_tokens(*(x.float() for x in meta(1536, 768, 768)[:2]))
     assert obstacle([alone], tf32=True) == "None"
+    over_tokens = of_weight(*(x.float() for x in meta(1536, 768, 768)[::2]))
+    assert "not two" in obstacle([over_tokens], tf32=True)
     assert "TF32 is allowed" in obstacle([alone, alone])
     assert "8 terms" in obstacle(mast3r * 2)
 

@@ -78,8 +78,15 @@ def test_a_decode_step_is_taken() -> None:
 TAKEN: dict[str, dict[str, Any]] = {
     "fp16": {"dtype": torch.float16},
     "rows": {"queries": 2, "heads": 8, "head_dim": 128},
-    "groups": {"queries": 4, "heads": 4, "kv_heads": 2, "head_dim": 128, "keys": 8000},
-    "small heads": {"head_dim": 32, "keys": 6000},
+    "groups": {
+        "queries": 4,
+        "heads": 4,
+        "kv_heads": 2,
+        "head_dim": 128,
+        "width": 256,
+        "keys": 6000,
+    },
+    "small heads": {"head_dim": 32, "width": 512},
     "narrow": {"width": 512, "keys": 3000},
     "causal": {"is_causal": True, "queries": 1},
     "lengths": {"kv_lengths": torch.empty(8, dtype=torch.int64, device="meta")},
@@ -88,7 +95,10 @@ TAKEN: dict[str, dict[str, Any]] = {
 REFUSED: dict[str, dict[str, Any]] = {
     "fp32": {"dtype": torch.float32},
     "many rows": {"queries": 2},
+    "no rows": {"queries": 0},
     "few keys": {"keys": 100},
+    "few keys of many samples": {"batch": 1000, "keys": 255},
+    "values narrower than tokens": {"kv_heads": 4, "keys": 8000},
     "wide": {"width": 2048},
     "odd head dim": {"head_dim": 40},
     "dropout": {"dropout_p": 0.1},
@@ -174,6 +184,20 @@ def test_is_the_block(name: str) -> None:
 @pytest.mark.parametrize("frozen", [name for name in FROZEN if name != "all_but_attn_bias"])
 def test_frozen_blocks(made: str, frozen: str) -> None:
     assert_same(freeze(MADE[made](), FROZEN[frozen]), lse_too=False)
+
+
+@pytest.mark.usefixtures("_everywhere")
+def test_only_what_is_wanted_is_computed() -> None:
+    def operators(*wanted: str) -> list[str]:
+        block = MADE["plain"]()
+        block = freeze(block, tuple(name for name in block.leaves if name not in wanted))
+        y, _ = by_function(block)
+        with Operators() as seen:
+            torch.autograd.grad(y.sum(), list(block.leaves.values()))
+        return seen.names
+
+    assert "token_attention_backward" not in operators("w_v", "w_out")
+    assert "token_attention_backward" in operators("w_v", "w_q")
 
 
 @pytest.mark.usefixtures("_everywhere")
@@ -391,7 +415,7 @@ def test_nan_stays_in_its_head() -> None:
     "fields",
     [
         {"H": 16, "D": 64, "Dq": 256, "Dkv": 1024},
-        {"H": 8, "Hkv": 2, "D": 64, "Dq": 256, "Dkv": 512, "Dv": 264, "Tq": 2},
+        {"H": 8, "Hkv": 4, "D": 64, "Dq": 256, "Dkv": 512, "Dv": 200, "Tq": 2},
         {"H": 4, "D": 128, "Dq": 128, "Dkv": 256, "Tq": 4, "rope": "half"},
     ],
 )
