@@ -74,7 +74,7 @@ def added(a: Product, b: Product) -> Product:
 
 def obstacle(products: list[Product], num_sms: int, tf32: bool = False) -> str | None:
     """Why one launch should not compute these on a Hopper, None if it should."""
-    # In TF32 a gradient of tokens alone is worth it: cuBLAS reads its weight at half the speed.
+    # In TF32 a gradient of tokens alone is worth it: its weight's order halves cuBLAS's speed.
     if len(products) < 2 and not (tf32 and not products[0].over_tokens):
         return "there are not two of them"
     operands = [x for p in products for term in p.terms for x in term]
