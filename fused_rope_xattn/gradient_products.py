@@ -22,6 +22,7 @@ DEPTH = 64  # of the common dimension, a step of a block
 MOST_TERMS = 8  # of a launch
 # A block alone takes 0.3 us a step, and launches of their own 4 us a product.
 FEW_STEPS = 48
+FEW_STEPS_ALONE = 16
 LARGEST = 2**36  # multiplications; beyond, each product fills the GPU by itself
 
 
@@ -74,8 +75,7 @@ def added(a: Product, b: Product) -> Product:
 
 def obstacle(products: list[Product], num_sms: int, tf32: bool = False) -> str | None:
     """Why one launch should not compute these on a Hopper, None if it should."""
-    # In TF32 a gradient of tokens alone is worth it: its weight's order halves cuBLAS's speed.
-    if len(products) < 2 and not (tf32 and not products[0].over_tokens):
+    if len(products) < 2 and not (tf32 and _is_worth_it_alone(products[0], num_sms)):
         return "there are not two of them"
     operands = [x for p in products for term in p.terms for x in term]
     if len(operands) > 2 * MOST_TERMS:
@@ -96,6 +96,12 @@ def obstacle(products: list[Product], num_sms: int, tf32: bool = False) -> str |
     if any(p.steps > FEW_STEPS and p.steps * num_sms > work for p in products):
         return "the deepest has too few tiles for the GPU"
     return None
+
+
+def _is_worth_it_alone(p: Product, num_sms: int) -> bool:
+    """In TF32 cuBLAS is slow with the order of the weight in a gradient of tokens. But a launch of
+    its own needs tiles for half of the GPU, which take long where they are deep."""
+    return not p.over_tokens and 2 * p.tiles > num_sms and p.steps <= FEW_STEPS_ALONE
 
 
 def is_taken(products: list[Product], tf32: bool = False) -> bool:
