@@ -2,8 +2,9 @@
 // tiled ones: combining split keys, and delta.
 #include "attention_sm90.h"
 #include "attention_tf32_sm90.h"
+#include "chained_launch.cuh"
+#include "cuda_check.h"
 #include "entry.h"
-#include "launch.h"
 #include "mask.cuh"
 #include "mma.cuh"
 #include "portable.h"
@@ -62,6 +63,7 @@ int64_t row_blocks(const AttentionSizes& sizes) {
 __global__ __launch_bounds__(kThreads) void combine_splits_kernel(
     const __grid_constant__ AttentionForwardParams p) {
   const Row row = row_of_thread(p.sizes, row_lanes(p.sizes.head_dim));
+  wait_for_previous_kernel();
   if (!row.exists) return;
   const int d = row.lane * kVector, head_dim = p.sizes.head_dim;
   const int64_t rows = p.sizes.batch * p.sizes.num_heads * p.sizes.num_queries;
@@ -98,7 +100,7 @@ __global__ __launch_bounds__(kThreads) void combine_splits_kernel(
 }
 
 // delta = rowsum(dout * (o + o_rest)) - dlse. All of a thread's loads are under way at once: there
-// is little else to do.
+// is little else to do but to clear dq_parts, where the kernel after this one adds to them.
 template <class Element>
 __global__ __launch_bounds__(kThreads) void delta_kernel(
     const __grid_constant__ AttentionBackwardParams p) {
@@ -110,6 +112,18 @@ __global__ __launch_bounds__(kThreads) void delta_kernel(
     return Storage<Element>::template load<kVector>(view.data, DType(),
                                                     offset_in(view, row.b, row.query, row.h) + d);
   };
+  wait_for_previous_kernel();
+  // Only now: what precedes this kernel is complete for the next one as well.
+  let_next_kernel_start();
+  if (p.dq_with_dkv) {
+    auto* const parts = reinterpret_cast<float4*>(p.dq_parts);
+    const int64_t all = p.dq_parts_floats / 4, step = int64_t{gridDim.x} * kThreads;
+#pragma unroll 1  // two turns as a rule
+    for (int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x; i < all; i += step) {
+      parts[i] = make_float4(0.f, 0.f, 0.f, 0.f);
+    }
+  }
+
   Vector o = {}, rest = {}, dout = {};
   if (row.exists && d < p.sizes.head_dim) {
     o = load(p.o);
@@ -142,7 +156,7 @@ void run_delta(const AttentionBackwardParams& p, cudaStream_t stream) {
   auto* kernel = delta_kernel<float>;
   if (p.dtype == DType::kBFloat16) kernel = delta_kernel<__nv_bfloat16>;
   if (p.dtype == DType::kFloat16) kernel = delta_kernel<__half>;
-  launch(kernel, "attention_delta", row_blocks(p.sizes), kThreads, 0, stream, p);
+  launch_chained(kernel, "attention_delta", row_blocks(p.sizes), kThreads, 0, stream, p);
 }
 
 // The portable kernels are compiled apart for each dtype; this picks one.
@@ -173,12 +187,17 @@ void run_attention_forward(const AttentionForwardParams& p, cudaStream_t stream)
                   attention_forward_fp32);
   }
   if (p.num_splits > 1) {
-    launch(combine_splits_kernel, "combine_splits", row_blocks(p.sizes), kThreads, 0, stream, p);
+    launch_chained(combine_splits_kernel, "combine_splits", row_blocks(p.sizes), kThreads, 0,
+                   stream, p);
   }
 }
 
 void run_attention_backward(const AttentionBackwardParams& p, cudaStream_t stream) {
   if (p.weight_scale != nullptr) {
+    if (p.dq_with_dkv) {
+      check_cuda(cudaMemsetAsync(p.dq_parts, 0, sizeof(float) * p.dq_parts_floats, stream),
+                 "attention_backward");
+    }
     run_for_dtype(p, stream, attention_row_sums_bf16, attention_row_sums_fp16,
                   attention_row_sums_tf32, attention_row_sums_fp32);
   } else {

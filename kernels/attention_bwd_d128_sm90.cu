@@ -9,9 +9,9 @@ void attention_backward_sm90_d128(const AttentionBackwardParams& p, cudaStream_t
   using Keys = KeySideConfig<128, 64, 2, 2, true, true, false>;
   using KeysAndQueries = KeySideConfig<128, 64, 2, 2, true, true, true>;
   using Queries = QuerySideConfig<128, 128, 2, 2>;
-  if (p.dq_with_dkv) return run_backward_keys<KeysAndQueries>(p, stream);
-  if (p.dk.data != nullptr) run_backward_keys<Keys>(p, stream);
-  if (p.dq.data != nullptr) run_backward_queries<Queries>(p, stream);
+  if (p.dq_with_dkv) return run_backward_keys<KeysAndQueries>(p, true, stream);
+  if (p.dk.data != nullptr) run_backward_keys<Keys>(p, true, stream);
+  if (p.dq.data != nullptr) run_backward_queries<Queries>(p, p.dk.data == nullptr, stream);
 }
 
 }  // namespace frx

@@ -10,10 +10,10 @@ void attention_backward_sm90_d256(const AttentionBackwardParams& p, cudaStream_t
   using KeysForDk = KeySideConfig<256, 64, 2, 1, true, false, false>;
   using Queries = QuerySideConfig<256, 64, 2, 1>;
   if (p.dk.data != nullptr) {
-    run_backward_keys<KeysForDv>(p, stream);
-    run_backward_keys<KeysForDk>(p, stream);
+    run_backward_keys<KeysForDv>(p, true, stream);
+    run_backward_keys<KeysForDk>(p, false, stream);
   }
-  if (p.dq.data != nullptr) run_backward_queries<Queries>(p, stream);
+  if (p.dq.data != nullptr) run_backward_queries<Queries>(p, p.dk.data == nullptr, stream);
 }
 
 }  // namespace frx

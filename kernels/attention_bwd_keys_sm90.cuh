@@ -9,7 +9,7 @@
 #include <cstdint>
 
 #include "attention_bwd_keys_sm90_items.cuh"
-#include "launch.h"
+#include "chained_launch.cuh"
 #include "tensor_map.h"
 
 namespace frx {
@@ -158,8 +158,20 @@ __device__ __forceinline__ void make_dq(KeySideStorage<Config>& smem,
     }
   }
   if (lane == 0) cp_async_bulk_wait_read();
-  if (p.k_rotation.rotary_dim > 0) {
+  if (p.k_rotation.rotary_dim > 0 && !is_piece(p.key_cut, blockIdx.x)) {
     named_barrier_arrive(kProductsDone, Config::kThreads - kWarpgroup);
+  }
+}
+
+// ---- parts of dk and dv -----------------------------------------------------------------------
+
+// A warp's 16 keys in the order of dkv_parts.
+template <int kCount>
+__device__ __forceinline__ void store_part(float* fragments, const float (&x)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; i += 4) {
+    *reinterpret_cast<float4*>(fragments + i / 4 * kFragment) =
+        make_float4(x[i], x[i + 1], x[i + 2], x[i + 3]);
   }
 }
 
@@ -187,6 +199,11 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   __syncthreads();
 
   const KeyItem item = locate_keys<Config>(p);
+  // The producer waits later: it first brings what was there before delta.
+  if (warpgroup > 0) {
+    if (params.follows_delta) wait_for_previous_kernel();
+    let_next_kernel_start();
+  }
   if (warpgroup == 0) {
     // ---- Producer: one warp keeps the rings of Q and dO full ---------------------------------
     setmaxnreg_dec<kProducerRegisters>();
@@ -337,7 +354,19 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
       }
     }
 
+    // The kernel after this one relies on those before it as well.
+    wait_for_previous_kernel();
     if (Config::kDq && !Config::kHasDqWarpgroup && lane == 0) cp_async_bulk_wait_read();
+    if (is_piece(p.key_cut, blockIdx.x)) {  // whoever sums the parts scales, turns and rounds
+      const int64_t piece = blockIdx.x - p.key_cut.first_block;
+      if constexpr (Config::kDk) {
+        store_part(dkv_fragments<kHeadDim>(p, piece, kKeyGradientDk, warp, lane), dk);
+      }
+      if constexpr (Config::kDv) {
+        store_part(dkv_fragments<kHeadDim>(p, piece, kKeyGradientDv, warp, lane), dv);
+      }
+      return;
+    }
     if constexpr (Config::kDv) {
       store_heads<Element>(p.dv, dv, kDropout ? p.scores.keep_scale : 1.f, item.batch, item.kv_head,
                            item.first_key + row, p.sizes.num_keys, p.sizes.head_dim, t);
@@ -364,11 +393,13 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
 }
 
 template <class Config, class Element, bool kDropout, bool kModified>
-void launch_backward_keys(const AttentionBackwardParams& p, cudaStream_t stream) {
+void launch_backward_keys(const AttentionBackwardParams& p, bool follows_delta,
+                          cudaStream_t stream) {
   const AttentionSizes& s = p.sizes;
   Sm90BackwardParams params;
   params.attention = p;
   params.turns = plan_turns(p.k_rotation);
+  params.follows_delta = follows_delta;
   params.q_map = make_heads_map(p.q, p.dtype, s.batch, s.num_queries, s.num_heads, s.head_dim,
                                 kSlabDims<Config::kHeadDim>, Config::kTileQ);
   params.dout_map = make_heads_map(p.dout, p.dtype, s.batch, s.num_queries, s.num_heads, s.head_dim,
@@ -378,17 +409,16 @@ void launch_backward_keys(const AttentionBackwardParams& p, cudaStream_t stream)
   params.v_map = make_heads_map(p.v, p.dtype, s.batch, s.num_keys, s.num_kv_heads, s.head_dim,
                                 kSlabDims<Config::kHeadDim>, kTileRows);
   static_assert(sizeof(KeySideStorage<Config>) <= kMaxSmemBytes);
-  const int64_t blocks = ceil_div(s.num_keys, kTileRows) * s.num_kv_heads * s.batch;
-  launch(attention_backward_keys_sm90_kernel<Config, Element, kDropout, kModified>,
-         "attention_backward_keys_sm90", blocks, Config::kThreads, sizeof(KeySideStorage<Config>),
-         stream, params);
+  launch_chained(attention_backward_keys_sm90_kernel<Config, Element, kDropout, kModified>,
+                 "attention_backward_keys_sm90", key_blocks(s, p.key_cut), Config::kThreads,
+                 sizeof(KeySideStorage<Config>), stream, params);
 }
 
 template <class Config>
-void run_backward_keys(const AttentionBackwardParams& p, cudaStream_t stream) {
+void run_backward_keys(const AttentionBackwardParams& p, bool follows_delta, cudaStream_t stream) {
   choose_backward_variant(p, [&](auto element, auto dropout, auto modified) {
     launch_backward_keys<Config, decltype(element), decltype(dropout)::value,
-                         decltype(modified)::value>(p, stream);
+                         decltype(modified)::value>(p, follows_delta, stream);
   });
 }
 

@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "attention_bwd_turn_sm90.cuh"
+#include "chained_launch.cuh"
 
 namespace frx {
 
@@ -93,14 +94,16 @@ struct KeyItem {
 };
 
 // Key tiles vary fastest: blocks that run side by side then share Q and dO in L2. Causal: the first
-// keys are seen by most queries, so the longest blocks start first.
+// keys are seen by most queries, so the longest blocks start first. A piece has its share of the
+// query tiles, of every head.
 template <class Config>
 __device__ __forceinline__ KeyItem locate_keys(const AttentionBackwardParams& p) {
   const int num_key_tiles = ceil_div(p.sizes.num_keys, kTileRows);
   const int group = p.sizes.num_heads / p.sizes.num_kv_heads;
   KeyItem item;
-  const int rest = blockIdx.x / num_key_tiles;
-  item.first_key = (blockIdx.x - rest * num_key_tiles) * kTileRows;
+  const KeyBlock place = key_block_of(p.key_cut, blockIdx.x);
+  const int rest = place.block / num_key_tiles;
+  item.first_key = (place.block - rest * num_key_tiles) * kTileRows;
   item.batch = rest / p.sizes.num_kv_heads;
   item.kv_head = rest % p.sizes.num_kv_heads;
   item.first_head = item.kv_head * group;
@@ -108,10 +111,14 @@ __device__ __forceinline__ KeyItem locate_keys(const AttentionBackwardParams& p)
   const int keys = key_count(p.scores.kv_lengths, item.batch, p.sizes.num_keys);
   item.query_tiles = query_tiles_of_keys(item.first_key, Config::kTileQ, p.sizes.num_queries, keys,
                                          p.scores.is_causal);
+  if (is_piece(p.key_cut, blockIdx.x)) {
+    item.query_tiles = part_of_range(item.query_tiles, place.piece, p.key_cut.pieces);
+  }
   return item;
 }
 
-// One warp: K and V once, then Q, dO and the row statistics tile by tile.
+// One warp: K and V once, then Q, dO and the row statistics tile by tile. All but delta was there
+// before the kernel that precedes this one.
 template <class Config>
 __device__ __forceinline__ void produce_queries(KeySideStorage<Config>& smem,
                                                 const Sm90BackwardParams& params,
@@ -135,6 +142,19 @@ __device__ __forceinline__ void produce_queries(KeySideStorage<Config>& smem,
         load_tile(smem.q[q_stage], params.q_map, smem.q_full[q_stage], first_query, head,
                   item.batch);
       }
+      const auto load_dout = [&] {
+        mbarrier_wait(smem.dout_empty[dout_stage], (position / Config::kStagesDout & 1) ^ 1);
+        if (lane == 0) {
+          load_tile(smem.dout[dout_stage], params.dout_map, smem.dout_full[dout_stage], first_query,
+                    head, item.batch);
+        }
+      };
+      // The first dO comes before delta is there. Later ones may wait for room, and statistics,
+      // which scores need, must not wait with them.
+      if (position == 0) {
+        load_dout();
+        if (params.follows_delta) wait_for_previous_kernel();
+      }
       for (int i = lane; i < Config::kTileQ; i += 32) {
         smem.lse_log2[q_stage][i] = row_lse_log2(p, batch_head, first_query + i);
         if constexpr (Config::kDk) {
@@ -143,12 +163,7 @@ __device__ __forceinline__ void produce_queries(KeySideStorage<Config>& smem,
       }
       __syncwarp();  // every lane's statistics are written
       if (lane == 0) mbarrier_arrive(smem.q_full[q_stage]);
-
-      mbarrier_wait(smem.dout_empty[dout_stage], (position / Config::kStagesDout & 1) ^ 1);
-      if (lane == 0) {
-        load_tile(smem.dout[dout_stage], params.dout_map, smem.dout_full[dout_stage], first_query,
-                  head, item.batch);
-      }
+      if (position > 0) load_dout();
     }
   }
 }

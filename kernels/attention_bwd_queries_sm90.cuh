@@ -7,7 +7,7 @@
 #include <cstdint>
 
 #include "attention_bwd_turn_sm90.cuh"
-#include "launch.h"
+#include "chained_launch.cuh"
 #include "tensor_map.h"
 
 namespace frx {
@@ -54,20 +54,22 @@ __device__ __forceinline__ QueryItem locate_queries(const AttentionBackwardParam
   // Causal: later queries see more keys; the longest blocks go first.
   if (p.scores.is_causal) query_tile = num_query_tiles - 1 - query_tile;
   item.first_query = query_tile * kTileRows;
-  item.split = rest % p.num_splits;
-  rest /= p.num_splits;
+  item.split = 0;
+  if (p.num_splits > 1) {
+    item.split = rest % p.num_splits;
+    rest /= p.num_splits;
+  }
   item.head = rest % p.sizes.num_heads;
   item.batch = rest / p.sizes.num_heads;
   const int keys = key_count(p.scores.kv_lengths, item.batch, p.sizes.num_keys);
-  const int64_t tiles = key_tiles_of_queries(item.first_query, kTileRows, Config::kTileK,
-                                             p.sizes.num_queries, keys, p.scores.is_causal)
-                            .end;
-  item.key_tiles.begin = static_cast<int>(tiles * item.split / p.num_splits);
-  item.key_tiles.end = static_cast<int>(tiles * (item.split + 1) / p.num_splits);
+  item.key_tiles = key_tiles_of_queries(item.first_query, kTileRows, Config::kTileK,
+                                        p.sizes.num_queries, keys, p.scores.is_causal);
+  if (p.num_splits > 1) item.key_tiles = part_of_range(item.key_tiles, item.split, p.num_splits);
   return item;
 }
 
-// One thread: Q and dO once, then K and V tile by tile.
+// One thread: Q and dO once, then K and V tile by tile. All of them were there before the kernel
+// that precedes this one.
 template <class Config>
 __device__ __forceinline__ void produce_keys(QuerySideStorage<Config>& smem,
                                              const Sm90BackwardParams& params,
@@ -162,6 +164,8 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
   } else {
     // ---- Consumers: 64 queries each ----------------------------------------------------------
     setmaxnreg_inc<kConsumerRegisters>();
+    if (params.follows_delta) wait_for_previous_kernel();
+    let_next_kernel_start();
     const int consumer = warpgroup - 1;
     const int thread = threadIdx.x % kWarpgroup;
     const int lane = thread % 32, t = lane % 4;
@@ -257,6 +261,8 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
       if (lane == 0) mbarrier_arrive(smem.k_empty[k_stage]);
     }
 
+    // The kernel after this one relies on those before it as well.
+    wait_for_previous_kernel();
     if (p.num_splits == 1 && p.q_rotation.rotary_dim > 0) {
       named_barrier_sync(kProductsDone, kConsumers * kWarpgroup);
       using Rows = TurningRows<kHeadDim>;
@@ -283,11 +289,13 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
 }
 
 template <class Config, class Element, bool kDropout, bool kModified>
-void launch_backward_queries(const AttentionBackwardParams& p, cudaStream_t stream) {
+void launch_backward_queries(const AttentionBackwardParams& p, bool follows_delta,
+                             cudaStream_t stream) {
   const AttentionSizes& s = p.sizes;
   Sm90BackwardParams params;
   params.attention = p;
   params.turns = plan_turns(p.q_rotation);
+  params.follows_delta = follows_delta;
   params.q_map = make_heads_map(p.q, p.dtype, s.batch, s.num_queries, s.num_heads, s.head_dim,
                                 kSlabDims<Config::kHeadDim>, kTileRows);
   params.dout_map = make_heads_map(p.dout, p.dtype, s.batch, s.num_queries, s.num_heads, s.head_dim,
@@ -298,16 +306,17 @@ void launch_backward_queries(const AttentionBackwardParams& p, cudaStream_t stre
                                 kSlabDims<Config::kHeadDim>, Config::kTileK);
   static_assert(sizeof(QuerySideStorage<Config>) <= kMaxSmemBytes);
   const int64_t blocks = ceil_div(s.num_queries, kTileRows) * s.num_heads * s.batch * p.num_splits;
-  launch(attention_backward_queries_sm90_kernel<Config, Element, kDropout, kModified>,
-         "attention_backward_queries_sm90", blocks, kBackwardThreads,
-         sizeof(QuerySideStorage<Config>), stream, params);
+  launch_chained(attention_backward_queries_sm90_kernel<Config, Element, kDropout, kModified>,
+                 "attention_backward_queries_sm90", blocks, kBackwardThreads,
+                 sizeof(QuerySideStorage<Config>), stream, params);
 }
 
 template <class Config>
-void run_backward_queries(const AttentionBackwardParams& p, cudaStream_t stream) {
+void run_backward_queries(const AttentionBackwardParams& p, bool follows_delta,
+                          cudaStream_t stream) {
   choose_backward_variant(p, [&](auto element, auto dropout, auto modified) {
     launch_backward_queries<Config, decltype(element), decltype(dropout)::value,
-                            decltype(modified)::value>(p, stream);
+                            decltype(modified)::value>(p, follows_delta, stream);
   });
 }
 

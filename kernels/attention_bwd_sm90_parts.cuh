@@ -13,6 +13,8 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "host_device.h"
+#include "key_pieces.h"
 #include "mask.cuh"
 #include "params.h"
 #include "ptx_sm90.cuh"
@@ -38,6 +40,7 @@ constexpr int kConsumers = 2;  // warpgroups that multiply, 64 rows each
 constexpr int kRowsPerConsumer = 64;
 constexpr int kTileRows = kConsumers * kRowsPerConsumer;  // of the side that stays
 constexpr int kConsumerWarps = 4 * kConsumers;
+static_assert(kTileRows == kKeysPerBlock);
 constexpr int kBackwardThreads = kWarpgroup * (1 + kConsumers);
 constexpr int kProducerRegisters = 24;
 constexpr int kConsumerRegisters = 240;
@@ -131,12 +134,22 @@ void choose_backward_variant(const AttentionBackwardParams& p, Run run) {
 constexpr int kFragment = 4 * 32;
 
 template <int kHeadDim>
-__device__ __forceinline__ float* dq_fragments(const AttentionBackwardParams& p, int part,
-                                               int64_t batch_head, int query, int lane) {
+FRX_HOST_DEVICE float* dq_fragments(const AttentionBackwardParams& p, int part, int64_t batch_head,
+                                    int query, int lane) {
   const int64_t padded_queries = ceil_div(p.sizes.num_queries, 64) * int64_t{64};
   const int64_t row =
       (part * p.sizes.batch * p.sizes.num_heads + batch_head) * padded_queries + query;
   return p.dq_parts + row * kHeadDim + 4 * lane;
+}
+
+// The same of the 16 keys of a consumer's warp in dkv_parts. `piece` counts from the first one on.
+enum KeyGradient : int { kKeyGradientDk, kKeyGradientDv, kKeyGradients };
+
+template <int kHeadDim>
+FRX_HOST_DEVICE float* dkv_fragments(const AttentionBackwardParams& p, int64_t piece, int gradient,
+                                     int warp, int lane) {
+  const int64_t strip = (piece * kKeyGradients + gradient) * kConsumerWarps + warp;
+  return p.dkv_parts + strip * 16 * kHeadDim + 4 * lane;
 }
 
 // factor * x into rows `row` and `row` + 8 of one head of a [B, T, H, D] view, 16 bytes a lane.

@@ -50,6 +50,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     for (int i = 0; i < Config::kCopies; ++i) prefetch_tensormap(params.copies[i]);
   }
   __syncthreads();
+  // Behind keys, whose blocks said so when everything before them was complete.
+  if (!params.follows_copies) let_next_kernel_start();
 
   const Tf32BackwardItem item = locate_rows<Config>(p);
   const bool has_tiles = item.tiles.begin < item.tiles.end;

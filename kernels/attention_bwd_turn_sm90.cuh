@@ -25,6 +25,8 @@ struct Sm90BackwardParams {
   CUtensorMap q_map, k_map, v_map, dout_map;
   AttentionBackwardParams attention;
   PairTurns turns;  // of the side whose gradient the kernel makes
+  // delta, and dq_parts where they are added to, are of the kernel just before; if not, nothing is.
+  bool follows_delta;
 };
 
 inline PairTurns plan_turns(const RotationParams& r) {
@@ -39,71 +41,144 @@ inline PairTurns plan_turns(const RotationParams& r) {
 
 constexpr int kMostTurningAxes = 3;  // of positions
 
-// A warp's rows. 8 floats more than D: then neither the accumulators' nor the pairs' order has
-// conflicts.
+using StripPositions = FixedPosition[kMostTurningAxes][kWarpRows];
+
+// 8 floats more than D: then neither the accumulators' nor the pairs' order has conflicts.
+template <int kHeadDim>
+using TurningRow = float[kHeadDim + 8];
+
+// A warp's rows.
 template <int kHeadDim>
 struct TurningRows {
-  float x[kWarpRows][kHeadDim + 8];
-  FixedPosition positions[kMostTurningAxes][kWarpRows];
+  TurningRow<kHeadDim> x[kWarpRows];
+  StripPositions positions;
 };
 
-// Positions of the rows from first_row on; unused where tables are given.
-template <int kHeadDim>
-__device__ __forceinline__ void prepare_positions(TurningRows<kHeadDim>& rows,
+// Positions of the rows from first_row on, by `threads` of which this one is `thread`; unused where
+// tables are given.
+__device__ __forceinline__ void prepare_positions(StripPositions& positions,
                                                   const RotationParams& r, int64_t batch,
-                                                  int first_row, int num_rows, int lane) {
-  if (r.cos != nullptr) return;
-  for (int i = lane; i < r.axes * kWarpRows; i += 32) {
+                                                  int first_row, int num_rows, int thread,
+                                                  int threads) {
+  if (r.rotary_dim == 0 || r.cos != nullptr) return;
+#pragma unroll 1
+  for (int i = thread; i < r.axes * kWarpRows; i += threads) {
     const int token = min(first_row + i % kWarpRows, num_rows - 1);
-    rows.positions[i / kWarpRows][i % kWarpRows] =
-        fixed_position_of(r, batch, token, i / kWarpRows);
+    positions[i / kWarpRows][i % kWarpRows] = fixed_position_of(r, batch, token, i / kWarpRows);
   }
 }
 
-// All rows turned back in place by a warp: a lane has a pair of all of them, or of every other one.
-template <int kHeadDim>
-__device__ __forceinline__ void turn_back(TurningRows<kHeadDim>& rows, const RotationParams& r,
-                                          const PairTurns& turns, int64_t batch, int head,
-                                          int first_row, int num_rows, int lane) {
-  constexpr int kBatch = 4;  // rows under way at a time: one would be a chain of latencies
-  const int pairs = r.rotary_dim / 2, axis_pairs = pairs / r.axes;
-  int width = 32;  // lanes side by side in a row
-  while (width / 2 >= pairs) width /= 2;
-  const int step = 32 / width;
-  for (int pair = lane % width; pair < pairs; pair += width) {
-    const int axis = pair / axis_pairs;
-    const PairDims dims = pair_dims(pair, r.rotary_dim, r.axes, r.interleaved);
-    const uint64_t turns_a_position = turns.of_pair[pair - axis * axis_pairs];
-    // In a row of the tables
-    const int entry = r.full_width ? dims.first : pair;
-    const int partner = r.full_width ? dims.second : pair;
-    for (int i = lane / width; i < kWarpRows; i += kBatch * step) {
-      CosSin first[kBatch], second[kBatch];
-      Pair g[kBatch];
+constexpr int kTurningBatch = 4;  // rows under way at a time: one would be a chain of latencies
+
+// How the lanes of a warp share the pairs of an axis in kRows rows: 2^log_width pairs side by side
+// in a row, and as many rows at a time as there are lanes left and whole batches of rows.
+template <int kRows>
+struct PairLanes {
+  int log_width;
+
+  __device__ __forceinline__ explicit PairLanes(int pairs) : log_width(5) {
 #pragma unroll
-      for (int b = 0; b < kBatch; ++b) {
-        const int row = min(i + b * step, kWarpRows - 1);
-        g[b] = {rows.x[row][dims.first], rows.x[row][dims.second]};
-        if (r.cos != nullptr) {
-          const int64_t start = batch * r.table_batch_stride +
-                                min(first_row + row, num_rows - 1) * r.table_token_stride +
-                                head * r.table_head_stride;
-          first[b] = {r.cos[start + entry], r.sin[start + entry]};
-          second[b] = {r.cos[start + partner], r.sin[start + partner]};
-        } else {
-          first[b] = cos_sin_of_turn(fraction_of_turn(rows.positions[axis][row], turns_a_position));
-          second[b] = first[b];
+    for (int rows = 2; rows <= kRows / kTurningBatch; rows *= 2) {
+      if (32 / rows >= pairs) --log_width;
+    }
+  }
+  __device__ __forceinline__ int width() const { return 1 << log_width; }
+  __device__ __forceinline__ int rows() const { return 32 >> log_width; }
+  __device__ __forceinline__ int pair(int lane) const { return lane & (width() - 1); }
+  __device__ __forceinline__ int row(int lane) const { return lane >> log_width; }
+};
+
+// A pair of dims that turn together: its number in its axis, and in a row of tables those of its
+// two members' angles, which are one unless tables are as wide as the rotation.
+struct TurningPair {
+  int axis, of_axis;
+  int first_angle, second_angle;
+};
+
+struct TurningAngles {
+  CosSin first[kTurningBatch], second[kTurningBatch];
+};
+
+// kRows rows of a head turned back in place by a warp: a lane has a pair of all of them, or of
+// every second or fourth. angles_of(TurningPair, the batch's rows) gives their angles. Loops stay
+// loops: this code runs once, and then its length is its time.
+template <int kRows, int kWidth, class AnglesOf>
+__device__ __forceinline__ void turn_back(float (*x)[kWidth], const RotationParams& r,
+                                          int axis_pairs, int lane, AnglesOf angles_of) {
+  const PairLanes<kRows> lanes(axis_pairs);
+#pragma unroll 1
+  for (int axis = 0; axis < r.axes; ++axis) {
+#pragma unroll 1
+    for (int i = lanes.pair(lane); i < axis_pairs; i += lanes.width()) {
+      const PairDims dims = axis_pair_dims(axis, i, axis_pairs, r.interleaved);
+      const int of_all = axis * axis_pairs + i;
+      const TurningPair pair = {axis, i, r.full_width ? dims.first : of_all,
+                                r.full_width ? dims.second : of_all};
+#pragma unroll 1
+      for (int start = lanes.row(lane); start < kRows; start += kTurningBatch * lanes.rows()) {
+        int rows[kTurningBatch];
+        Pair g[kTurningBatch];
+#pragma unroll
+        for (int b = 0; b < kTurningBatch; ++b) {
+          rows[b] = start + b * lanes.rows();
+          g[b] = {x[rows[b]][dims.first], x[rows[b]][dims.second]};
+        }
+        const TurningAngles angles = angles_of(pair, rows);
+#pragma unroll
+        for (int b = 0; b < kTurningBatch; ++b) {
+          const Pair y = rotate_back(g[b], angles.first[b], angles.second[b]);
+          x[rows[b]][dims.first] = y.first;
+          x[rows[b]][dims.second] = y.second;
         }
       }
-#pragma unroll
-      for (int b = 0; b < kBatch; ++b) {
-        const int row = i + b * step;
-        if (row >= kWarpRows) break;
-        const Pair y = rotate_back(g[b], first[b], second[b]);
-        rows.x[row][dims.first] = y.first;
-        rows.x[row][dims.second] = y.second;
-      }
     }
+  }
+}
+
+// The angles of a head's rows from first_row on, from tables or the rows' positions.
+__device__ __forceinline__ TurningAngles angles_of_rows(const RotationParams& r,
+                                                        const PairTurns& turns,
+                                                        const StripPositions& positions,
+                                                        int64_t batch, int head, int first_row,
+                                                        int num_rows, const TurningPair& pair,
+                                                        const int (&rows)[kTurningBatch]) {
+  TurningAngles angles;
+  if (r.cos != nullptr) {
+    const int64_t start = batch * r.table_batch_stride + head * r.table_head_stride;
+#pragma unroll
+    for (int b = 0; b < kTurningBatch; ++b) {
+      const int64_t row = start + min(first_row + rows[b], num_rows - 1) * r.table_token_stride;
+      angles.first[b] = {r.cos[row + pair.first_angle], r.sin[row + pair.first_angle]};
+      angles.second[b] = {r.cos[row + pair.second_angle], r.sin[row + pair.second_angle]};
+    }
+  } else {
+#pragma unroll
+    for (int b = 0; b < kTurningBatch; ++b) {
+      angles.first[b] = angles.second[b] = cos_sin_of_turn(
+          fraction_of_turn(positions[pair.axis][rows[b]], turns.of_pair[pair.of_axis]));
+    }
+  }
+  return angles;
+}
+
+// kRows rows of a head, rounded, into a [B, T, H, D] view by a warp, 16 bytes a lane.
+template <class Element, int kRows, int kWidth>
+__device__ __forceinline__ void store_rows(const HeadsView& view, const float (*x)[kWidth],
+                                           int64_t batch, int head, int first_row, int num_rows,
+                                           int head_dim, int lane) {
+  constexpr int kChunks = kWidth / 8 - 1;  // of 8 dims, a row
+  constexpr int kRowsTogether = 32 / kChunks;
+  const int dim = lane % kChunks * 8, end = min(kRows, num_rows - first_row);
+  if (dim >= head_dim) return;
+  Element* out =
+      static_cast<Element*>(view.data) + batch * view.batch_stride + head * view.head_stride + dim;
+#pragma unroll 2
+  for (int row = lane / kChunks; row < end; row += kRowsTogether) {
+    const float4 a = *reinterpret_cast<const float4*>(&x[row][dim]);
+    const float4 b = *reinterpret_cast<const float4*>(&x[row][dim + 4]);
+    st_global_v4(out + (first_row + row) * view.token_stride,
+                 make_uint4(pack<Element>(a.x, a.y), pack<Element>(a.z, a.w),
+                            pack<Element>(b.x, b.y), pack<Element>(b.z, b.w)));
   }
 }
 
@@ -121,25 +196,15 @@ __device__ __forceinline__ void store_turned_back(const HeadsView& view, const f
     *reinterpret_cast<float2*>(&rows.x[g + 8 * (i / 2 % 2)][8 * (i / 4) + 2 * t]) =
         make_float2(x[i] * factor, x[i + 1] * factor);
   }
-  prepare_positions(rows, r, batch, first_row, num_rows, lane);
+  prepare_positions(rows.positions, r, batch, first_row, num_rows, lane, 32);
   __syncwarp();  // rows are complete
-  turn_back(rows, r, turns, batch, head, first_row, num_rows, lane);
+  turn_back<kWarpRows>(rows.x, r, r.rotary_dim / r.axes / 2, lane,
+                       [&](const TurningPair& pair, const int (&batch_rows)[kTurningBatch]) {
+                         return angles_of_rows(r, turns, rows.positions, batch, head, first_row,
+                                               num_rows, pair, batch_rows);
+                       });
   __syncwarp();  // and turned
-
-  Element* out =
-      static_cast<Element*>(view.data) + batch * view.batch_stride + head * view.head_stride;
-  constexpr int kChunks = 2 * kCount / 8;  // of 8 dims, a row
-#pragma unroll 4
-  for (int i = lane; i < kWarpRows * kChunks; i += 32) {
-    const int row = i / kChunks, dim = i % kChunks * 8;
-    const float4 a = *reinterpret_cast<const float4*>(&rows.x[row][dim]);
-    const float4 b = *reinterpret_cast<const float4*>(&rows.x[row][dim + 4]);
-    if (first_row + row < num_rows && dim < head_dim) {
-      *reinterpret_cast<uint4*>(out + (first_row + row) * view.token_stride + dim) =
-          make_uint4(pack<Element>(a.x, a.y), pack<Element>(a.z, a.w), pack<Element>(b.x, b.y),
-                     pack<Element>(b.z, b.w));
-    }
-  }
+  store_rows<Element, kWarpRows>(view, rows.x, batch, head, first_row, num_rows, head_dim, lane);
 }
 
 }  // namespace frx

@@ -17,7 +17,6 @@
 #include "attention_sm90.h"
 #include "chained_launch.cuh"
 #include "dropout_bits.cuh"
-#include "launch.h"
 #include "mask.cuh"
 #include "ptx_sm90.cuh"
 #include "scores.cuh"
@@ -122,6 +121,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
     uint32_t position = 0;  // in the rings, of the key tile whose weights are at hand
     for (int index = blockIdx.x; index < params.num_items; index += gridDim.x) {
       const ForwardItem item = locate_item<Config>(params, index);
+      if constexpr (!Config::kValuesTransposed) let_next_kernel_start();
       const HeadScores scores(p.sizes, p.scores, item.batch, item.head);
       const float scale_log2 = kModified ? 1.f : scores.scale;
       const int query = item.first_query + row;
@@ -333,12 +333,8 @@ void launch_attention_forward_sm90(const AttentionForwardParams& p, cudaStream_t
   const auto kernel = attention_forward_sm90_kernel<Config, Element, kDropout, kModified>;
   constexpr size_t kSmemBytes = sizeof(ForwardStorage<Config>);
   static_assert(kSmemBytes <= 227 * 1024);
-  if constexpr (Config::kValuesTransposed) {
-    launch_chained(kernel, "attention_forward_sm90", blocks, Config::kThreads, kSmemBytes, stream,
-                   params);
-  } else {
-    launch(kernel, "attention_forward_sm90", blocks, Config::kThreads, kSmemBytes, stream, params);
-  }
+  launch_chained(kernel, "attention_forward_sm90", blocks, Config::kThreads, kSmemBytes, stream,
+                 params);
 }
 
 // The tiles of one padded head dim: where scores are only scaled; for at most 64 queries of that

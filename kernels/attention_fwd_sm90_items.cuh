@@ -6,6 +6,7 @@
 
 #include <cstdint>
 
+#include "chained_launch.cuh"
 #include "mask.cuh"
 #include "params.h"
 #include "tile_sm90.cuh"
@@ -98,7 +99,9 @@ struct ForwardItem {
   IndexRange key_tiles;
 };
 
-// Query tiles vary fastest: blocks that run side by side then share K and V in L2.
+// Query tiles vary fastest: blocks that run side by side then share K and V in L2. What q, k, v,
+// lengths and masks come from may be under way until here; in TF32 only the pass over V may, and
+// loads of V wait for it.
 template <class Config>
 __device__ __forceinline__ ForwardItem locate_item(const Sm90ForwardParams& params, int index) {
   const AttentionForwardParams& p = params.attention;
@@ -108,17 +111,18 @@ __device__ __forceinline__ ForwardItem locate_item(const Sm90ForwardParams& para
   if (p.scores.is_causal) query_tile = params.num_query_tiles - 1 - query_tile;
   ForwardItem item;
   item.first_query = query_tile * Config::kTileQ;
-  item.split = rest % p.num_splits;
-  rest /= p.num_splits;
-  item.head = rest % p.sizes.num_heads;
+  item.split = 0;
+  if (p.num_splits > 1) {
+    item.split = rest % p.num_splits;
+    rest /= p.num_splits;
+  }
   item.batch = rest / p.sizes.num_heads;
+  item.head = rest - item.batch * p.sizes.num_heads;
+  if constexpr (!Config::kValuesTransposed) wait_for_previous_kernel();
   const int keys = key_count(p.scores.kv_lengths, item.batch, p.sizes.num_keys);
-  const int tiles = key_tiles_of_queries(item.first_query, Config::kTileQ, Config::kTileK,
-                                         p.sizes.num_queries, keys, p.scores.is_causal)
-                        .end;
-  item.key_tiles.begin = static_cast<int>(static_cast<int64_t>(tiles) * item.split / p.num_splits);
-  item.key_tiles.end =
-      static_cast<int>(static_cast<int64_t>(tiles) * (item.split + 1) / p.num_splits);
+  item.key_tiles = key_tiles_of_queries(item.first_query, Config::kTileQ, Config::kTileK,
+                                        p.sizes.num_queries, keys, p.scores.is_causal);
+  if (p.num_splits > 1) item.key_tiles = part_of_range(item.key_tiles, item.split, p.num_splits);
   return item;
 }
 

@@ -6,7 +6,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "cuda_check.h"
+#include "key_pieces.h"
 #include "tensor_map.h"
 #include "transpose_heads_sm90.h"
 
@@ -186,12 +186,16 @@ int64_t dq_part_floats(const AttentionSizes& s) {
 
 Sm90BackwardPlan plan_attention_backward_sm90(const AttentionBackwardParams& p, int num_sms) {
   const bool wants_dq = p.dq.data != nullptr, wants_dkv = p.dk.data != nullptr;
+  const int padded_dim = backward_padded_dim(p.sizes.head_dim);
+  KeyCut cut = {0, 1};
+  if (wants_dkv) cut = cut_last_wave(p.sizes, p.scores.is_causal, padded_dim, num_sms);
+  const int64_t dkv_floats = dkv_part_floats(p.sizes, cut, padded_dim);
   // With 256 dims no registers are left for dq beside dk and dv.
   if (wants_dq && wants_dkv && !p.deterministic && p.sizes.head_dim <= 128) {
-    return {true, 1, dq_part_floats(p.sizes)};
+    return {true, 1, dq_part_floats(p.sizes), cut, dkv_floats};
   }
   const int splits = wants_dq ? split_keys_of_dq(p.sizes, num_sms) : 1;
-  return {false, splits, splits > 1 ? splits * dq_part_floats(p.sizes) : 0};
+  return {false, splits, splits > 1 ? splits * dq_part_floats(p.sizes) : 0, cut, dkv_floats};
 }
 
 void run_attention_backward_sm90(const AttentionBackwardParams& params, cudaStream_t stream) {
@@ -199,10 +203,6 @@ void run_attention_backward_sm90(const AttentionBackwardParams& params, cudaStre
   if (sizes.batch == 0 || sizes.num_heads == 0) return;
   if (const char* obstacle = attention_backward_sm90_obstacle(params)) {
     throw std::runtime_error(std::string("fused_rope_xattn: ") + obstacle);
-  }
-  if (params.dq_with_dkv) {
-    check_cuda(cudaMemsetAsync(params.dq_parts, 0, sizeof(float) * dq_part_floats(sizes), stream),
-               "attention_backward_sm90");
   }
   if (sizes.head_dim <= 32) {
     attention_backward_sm90_d32(params, stream);
@@ -213,7 +213,7 @@ void run_attention_backward_sm90(const AttentionBackwardParams& params, cudaStre
   } else {
     attention_backward_sm90_d256(params, stream);
   }
-  if (params.dq.data != nullptr && (params.dq_with_dkv || params.num_splits > 1)) {
+  if (params.dq_parts != nullptr || params.dkv_parts != nullptr) {
     attention_backward_sm90_sum(params, stream);
   }
 }

@@ -90,15 +90,18 @@ struct Sm90BackwardPlan {
   bool dq_with_dkv;
   int num_splits;
   int64_t dq_parts_floats;  // 0: no workspace
+  KeyCut key_cut;
+  int64_t dkv_parts_floats;  // likewise
 };
 
-// Reads sizes, which gradients are wanted, and `deterministic`.
+// Reads sizes, causality, which gradients are wanted, and `deterministic`.
 Sm90BackwardPlan plan_attention_backward_sm90(const AttentionBackwardParams& params, int num_sms);
 
-// dq, dk and dv, as far as wanted, from q, k, v, dout, lse and delta. Fills dq_parts itself.
+// dq, dk and dv, as far as wanted, from q, k, v, dout, lse and delta. With dq_with_dkv dq_parts are
+// zeros before.
 void run_attention_backward_sm90(const AttentionBackwardParams& params, cudaStream_t stream);
 
-// One translation unit a padded head dim; the sum of dq's parts is a further one.
+// One translation unit a padded head dim; the sum of parts is a further one.
 void attention_backward_sm90_d32(const AttentionBackwardParams& params, cudaStream_t stream);
 void attention_backward_sm90_d64(const AttentionBackwardParams& params, cudaStream_t stream);
 void attention_backward_sm90_d128(const AttentionBackwardParams& params, cudaStream_t stream);

@@ -87,20 +87,17 @@ std::tuple<Tensor, Tensor, Tensor> attention_forward_with_rest(
   return attend<false, true>(q, k, v, scores, tf32);
 }
 
-// The gradient of heads [B, T, H, D] before they were rotated, by a kernel of its own.
-Tensor turn_back(const Tensor& grad, const RotationParams& rotation) {
+// Takes the gradient of heads [B, T, H, D] back through their rotation, in place.
+NormRopeParams turning_back(const Tensor& grad, const RotationParams& rotation) {
   NormRopeParams p{};
   static_cast<RotationParams&>(p) = rotation;
   p.batch = grad.size(0);
   p.num_tokens = grad.size(1);
   p.num_heads = static_cast<int32_t>(grad.size(2));
   p.head_dim = static_cast<int32_t>(grad.size(3));
-  Tensor dx = empty(grad, {p.batch, p.num_tokens, p.num_heads, p.head_dim}, grad.scalar_type());
   p.input_dtype = p.output_dtype = dtype_of(grad.scalar_type());
-  p.grad = grad.data_ptr();
-  p.out = dx.data_ptr();
-  run_norm_rope_backward(p, current_stream(grad.get_device_index()));
-  return dx;
+  p.grad = p.out = grad.data_ptr();
+  return p;
 }
 
 template <bool kPortable>
@@ -173,7 +170,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
   }
 
   const Gpu gpu = current_gpu();
-  OptionalTensor dq_parts, copies;
+  OptionalTensor dq_parts, dkv_parts, copies;
   if (!kPortable && gpu.capability == 90 && attention_backward_tf32_sm90_pays(p)) {
     p.use_sm90 = true;
     p.weight_scale = nullptr;  // o is not rounded: delta needs no sums of rows
@@ -190,11 +187,21 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
     if (plan.dq_parts_floats > 0) {
       dq_parts = empty(q, {plan.dq_parts_floats}, ScalarType::Float);
       p.dq_parts = data_as<float>(dq_parts);
+      p.dq_parts_floats = plan.dq_parts_floats;
+    }
+    p.key_cut = plan.key_cut;
+    if (plan.dkv_parts_floats > 0) {
+      dkv_parts = empty(q, {plan.dkv_parts_floats}, ScalarType::Float);
+      p.dkv_parts = data_as<float>(dkv_parts);
     }
   }
-  run_attention_backward(p, current_stream(q.get_device_index()));
-  if (q_rotation.rotary_dim > 0) dq = turn_back(dq, q_rotation);
-  if (k_rotation.rotary_dim > 0) dk = turn_back(dk, k_rotation);
+  const cudaStream_t stream = current_stream(q.get_device_index());
+  run_attention_backward(p, stream);
+  NormRopeParams turned[kMaxTurnedBack];
+  int count = 0;
+  if (q_rotation.rotary_dim > 0) turned[count++] = turning_back(dq, q_rotation);
+  if (k_rotation.rotary_dim > 0) turned[count++] = turning_back(dk, k_rotation);
+  run_rope_backward(turned, count, stream);
   return {dq, dk, dv, dbias};
 }
 

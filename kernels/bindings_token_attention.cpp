@@ -20,11 +20,15 @@ TokenAttentionParams token_params(const Tensor& q, const Tensor& k, const Tensor
   p.sizes = sizes_of(q, k);
   const int64_t head_dim = p.sizes.head_dim, rows = q.size(1) * q.size(2);
   STD_TORCH_CHECK((head_dim == 32 || head_dim == 64 || head_dim == 128) && rows <= kTokenRows &&
-                      k.size(2) * head_dim <= kTokenColumns && k.size(2) <= kTokenRows &&
-                      x.size(2) <= kTokenColumns && x.size(2) % 8 == 0,
+                      k.size(2) * head_dim <= kTokenColumns &&
+                      (rows == 0 || k.size(2) <= kTokenRows) && x.size(2) <= kTokenColumns &&
+                      x.size(2) % 8 == 0,
                   "fused_rope_xattn: attention over tokens does not take these sizes");
-  STD_TORCH_CHECK(x.size(0) == q.size(0) && x.size(1) == k.size(1),
-                  "fused_rope_xattn: tokens and keys differ in number");
+  STD_TORCH_CHECK(x.size(0) == q.size(0) && x.size(1) == k.size(1) && x.is_contiguous(),
+                  "fused_rope_xattn: tokens and keys differ in number, or tokens have gaps");
+  STD_TORCH_CHECK((!kv_lengths.has_value() || kv_lengths->numel() == q.size(0)) &&
+                      (!key_keep.has_value() || key_keep->numel() == k.size(0) * k.size(1)),
+                  "fused_rope_xattn: lengths or removed keys do not fit");
   p.dtype = dtype_of(q.scalar_type());
   STD_TORCH_CHECK(p.dtype == DType::kBFloat16 || p.dtype == DType::kFloat16,
                   "fused_rope_xattn: attention over tokens takes half types");
@@ -50,8 +54,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> token_attention(Tensor q_any, Tensor 
   TokenAttentionParams p = token_params(q, k, x, key_keep, kv_lengths, scale, is_causal);
   const auto& [batch, queries, keys, heads, kv_heads, head_dim] = p.sizes;
   STD_TORCH_CHECK(w_v.scalar_type() == q.scalar_type() && w_v.size(0) == kv_heads * head_dim &&
-                      w_v.size(1) == p.width &&
-                      (!b_v.has_value() || b_v->scalar_type() == q.scalar_type()),
+                      w_v.size(1) == p.width && w_v.is_contiguous() &&
+                      (!b_v.has_value() ||
+                       (b_v->scalar_type() == q.scalar_type() && b_v->numel() == w_v.size(0))),
                   "fused_rope_xattn: the values' weight or bias does not fit");
   const int64_t width = p.width, rows = int64_t{heads} * queries;
   const std::vector<int64_t> none = {0}, u_shape = {heads, batch, queries, width};
@@ -105,8 +110,14 @@ std::tuple<Tensor, Tensor, Tensor> token_attention_backward(
   const int64_t width = p.width, rows = int64_t{heads} * queries;
   STD_TORCH_CHECK(du.numel() == batch * rows * width && u.numel() == du.numel() &&
                       u_rest.numel() == du.numel() && du.scalar_type() == q.scalar_type() &&
-                      u.scalar_type() == q.scalar_type() && u_rest.scalar_type() == q.scalar_type(),
+                      u.scalar_type() == q.scalar_type() &&
+                      u_rest.scalar_type() == q.scalar_type() && du.is_contiguous() &&
+                      u.is_contiguous() && u_rest.is_contiguous(),
                   "fused_rope_xattn: u and its gradient do not fit");
+  STD_TORCH_CHECK(lse.numel() == batch * rows && lse.scalar_type() == ScalarType::Float &&
+                      (!dlse.has_value() ||
+                       (dlse->numel() == lse.numel() && dlse->scalar_type() == ScalarType::Float)),
+                  "fused_rope_xattn: lse or its gradient does not fit");
   const std::vector<int64_t> none = {0}, q_shape = {batch, queries, heads, head_dim};
   const std::vector<int64_t> k_shape = {batch, keys, kv_heads, head_dim},
                              x_shape = {batch, keys, width};

@@ -7,8 +7,9 @@
 
 namespace frx {
 
-// Device side. Until it has waited, a chained kernel may read only what was written before the
-// kernel that precedes it started. Whoever reads what that one writes, or stores anything, waits.
+// Device side. Until it has waited, a chained kernel may read only what was complete when the
+// kernel that precedes it let it start. Whoever reads what that one writes, or stores anything,
+// waits. docs/design/hopper.md has the rules for chains of more than two.
 __device__ __forceinline__ void wait_for_previous_kernel() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");

@@ -15,5 +15,7 @@ void run_block_forward(const BlockForwardParams& params, cudaStream_t stream);
 void run_block_backward(const BlockBackwardParams& params, cudaStream_t stream);
 void run_norm_rope(const NormRopeParams& params, cudaStream_t stream);
 void run_norm_rope_backward(const NormRopeParams& params, cudaStream_t stream);
+// Up to kMaxTurnedBack without a norm, behind the attention's backward: in one launch if possible.
+void run_rope_backward(const NormRopeParams* sides, int count, cudaStream_t stream);
 
 }  // namespace frx

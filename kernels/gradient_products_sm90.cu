@@ -11,6 +11,7 @@
 #include <string>
 #include <type_traits>
 
+#include "chained_launch.cuh"
 #include "gradient_products_sm90.h"
 #include "launch.h"
 #include "matrix_sm90.cuh"
@@ -206,6 +207,16 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     ++which;
   }
   const GradientProduct& p = params.group.products[which];
+  if (threadIdx.x == 0) {
+    for (int term = p.first_term; term < p.end_term; ++term) {
+      if (params.group.terms[term].depth == 0) continue;  // has no map
+      prefetch_tensormap(params.left_maps[term]);
+      prefetch_tensormap(params.right_maps[term]);
+    }
+  }
+  // Whatever the operands come from may be under way until here.
+  wait_for_previous_kernel();
+  let_next_kernel_start();
   const int tile = block - p.first_tile, row_tile = tile / p.column_tiles;
   const int first_row = row_tile * kGradientTile;
   const int first_column = (tile - row_tile * p.column_tiles) * kGradientTile;
@@ -238,8 +249,8 @@ void launch_gradient_products(const GradientKernelParams& params, int64_t tiles,
                               CUstream_st* stream) {
   constexpr const char* kName = "gradient_products_sm90";
   prefer_shared_memory(gradient_products_sm90_kernel<Element>, kName);
-  launch(gradient_products_sm90_kernel<Element>, kName, tiles, kThreads, sizeof(GradientStorage),
-         stream, params);
+  launch_chained(gradient_products_sm90_kernel<Element>, kName, tiles, kThreads,
+                 sizeof(GradientStorage), stream, params);
 }
 
 void run_gradient_products_sm90(GradientGroup90 group, CUstream_st* stream) {

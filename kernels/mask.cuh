@@ -50,6 +50,14 @@ FRX_HOST_DEVICE IndexRange key_tiles_of_queries(int first_query, int tile_querie
   return {0, ceil_div(visible, tile_keys)};
 }
 
+// A part of the range out of `count`, as equal as can be; empty when there are more than elements.
+FRX_HOST_DEVICE IndexRange part_of_range(IndexRange range, int part, int count) {
+  const int length = larger(0, range.end - range.begin);
+  const int each = length / count, longer = length % count;
+  const int begin = range.begin + part * each + smaller(part, longer);
+  return {begin, begin + each + (part < longer)};
+}
+
 // Key tiles [0, result) are seen whole by every query of the tile: lengths and causality remove
 // nothing there.
 FRX_HOST_DEVICE int unmasked_key_tiles(int first_query, int tile_keys, int num_queries,

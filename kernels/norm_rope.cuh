@@ -120,9 +120,8 @@ __device__ __forceinline__ void stage_angles(const Worker<kVec>& worker, const T
 
 using Kernel = void (*)(Launch);
 
-// choose(params, is_wide) names the kernel.
-template <class Choose>
-void run(Choose choose, const char* name, const NormRopeParams& params, cudaStream_t stream) {
+// num_sms: how many multiprocessors the work is laid out for.
+inline Launch plan_launch(const NormRopeParams& params, const char* name, int num_sms) {
   if (!is_supported(params)) {
     throw std::runtime_error(std::string("fused_rope_xattn: ") + name +
                              " does not cover these sizes");
@@ -131,7 +130,13 @@ void run(Choose choose, const char* name, const NormRopeParams& params, cudaStre
   check_cuda(cudaGetDevice(&device), "current device");
   check_cuda(cudaDeviceGetAttribute(&max_smem, cudaDevAttrMaxSharedMemoryPerBlockOptin, device),
              "shared memory a block");
-  const Launch work = {params, make_geometry(params, current_gpu().num_sms, max_smem)};
+  return {params, make_geometry(params, num_sms, max_smem)};
+}
+
+// choose(params, is_wide) names the kernel.
+template <class Choose>
+void run(Choose choose, const char* name, const NormRopeParams& params, cudaStream_t stream) {
+  const Launch work = plan_launch(params, name, current_gpu().num_sms);
   const Geometry& g = work.geometry;
   launch(choose(params, g.is_wide), name, g.blocks, g.threads, g.smem.total, stream, work);
 }

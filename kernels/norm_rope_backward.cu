@@ -1,7 +1,9 @@
-// The adjoint of norm_rope: dx, and partial sums of the norm's weight and bias gradients.
+// The adjoint of norm_rope: dx, and partial sums of the norm's weight and bias gradients. Without a
+// norm one launch serves up to two tensors.
 //
 // Laid out like the forward. The norm's statistics are computed anew from x. Block g sums the
 // weight gradients of its own tiles in a fixed order and writes row g of the partial sums.
+#include "chained_launch.cuh"
 #include "entry.h"
 #include "norm_rope.cuh"
 
@@ -189,25 +191,48 @@ struct WeightGradients {
   }
 };
 
-// Without a norm x is not read.
+// One block's tiles of one side. Without a norm x is not read. A kernel that waits is behind the
+// attention's backward: its first angles come before, since none of those kernels writes positions.
+// Tables are read later, beside the gradients.
 template <class Grad, int kVec>
-__global__ void __launch_bounds__(kMaxThreads, 4)
-    rope_backward(const __grid_constant__ Launch launch) {
-  extern __shared__ __align__(16) unsigned char smem[];
-  const NormRopeParams& p = launch.params;
-  const Worker<kVec> worker(launch, smem);
+__device__ __forceinline__ void turn_tiles_back(const Launch& side, int first_tile, bool waits,
+                                                unsigned char* smem) {
+  const NormRopeParams& p = side.params;
+  const Worker<kVec> worker(side, smem);
   worker.prepare_angles();
 
-  for (int64_t index = blockIdx.x; index < launch.geometry.num_tiles; index += gridDim.x) {
+  for (int64_t index = first_tile; index < side.geometry.num_tiles; index += side.geometry.blocks) {
     const Tile tile = worker.tile_at(index);
-    auto raw = worker.template fetch<Grad>(p.grad, p.output_dtype, worker.row_at(tile, 0));
+    const Row first = worker.row_at(tile, 0);
+    RawPart<Grad, kVec> raw;
+    if (!waits) raw = worker.template fetch<Grad>(p.grad, p.output_dtype, first);
     stage_angles(worker, tile);
+    if (waits) {
+      wait_for_previous_kernel();
+      let_next_kernel_start();
+      waits = false;
+      raw = worker.template fetch<Grad>(p.grad, p.output_dtype, first);
+    }
     worker.for_each_row(tile, [&](const Row& row, const Row& next) {
       HeadPart<kVec> g = worker.template unpack<Grad>(raw);
       raw = worker.template fetch<Grad>(p.grad, p.output_dtype, next);
       worker.template turn<true>(g, tile, row);
       worker.template store<Grad>(row, g);
     });
+  }
+}
+
+// A branch a side: parameters at constant addresses are operands, indexed ones are loads.
+template <class Grad, int kVec>
+__global__ void __launch_bounds__(kMaxThreads, 4)
+    rope_backward(const __grid_constant__ RopeBackwardLaunch launch) {
+  extern __shared__ __align__(16) unsigned char smem[];
+  const int block = static_cast<int>(blockIdx.x), before = launch.sides[0].geometry.blocks;
+  const bool waits = launch.follows_attention;
+  if (block < before) {
+    turn_tiles_back<Grad, kVec>(launch.sides[0], block, waits, smem);
+  } else {
+    turn_tiles_back<Grad, kVec>(launch.sides[1], block - before, waits, smem);
   }
 }
 
@@ -252,24 +277,59 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
   if (sums_weight_gradients(p)) weight_gradients.finish();
 }
 
-template <class Grad>
-Kernel backward_kernel(const NormRopeParams& p) {
-  return p.norm_kind == NormKind::kNone ? rope_backward<Grad, kWideVector>
-                                        : norm_rope_backward<float, Grad, kWideVector>;
-}
-
-Kernel backward_kernel(const NormRopeParams& p, bool is_wide) {
-  if (!is_wide) {
-    return p.norm_kind == NormKind::kNone ? rope_backward<AnyType, 1>
-                                          : norm_rope_backward<AnyType, AnyType, 1>;
-  }
+Kernel norm_kernel(const NormRopeParams& p, bool is_wide) {
+  if (!is_wide) return norm_rope_backward<AnyType, AnyType, 1>;
   switch (p.output_dtype) {
     case DType::kFloat16:
-      return backward_kernel<__half>(p);
+      return norm_rope_backward<float, __half, kWideVector>;
     case DType::kBFloat16:
-      return backward_kernel<__nv_bfloat16>(p);
+      return norm_rope_backward<float, __nv_bfloat16, kWideVector>;
     default:
-      return backward_kernel<float>(p);
+      return norm_rope_backward<float, float, kWideVector>;
+  }
+}
+
+using RopeKernel = void (*)(RopeBackwardLaunch);
+
+RopeKernel rope_kernel(const NormRopeParams& p) {
+  if (!can_be_wide(p)) return rope_backward<AnyType, 1>;
+  switch (p.output_dtype) {
+    case DType::kFloat16:
+      return rope_backward<__half, kWideVector>;
+    case DType::kBFloat16:
+      return rope_backward<__nv_bfloat16, kWideVector>;
+    default:
+      return rope_backward<float, kWideVector>;
+  }
+}
+
+double num_elements(const NormRopeParams& p) {
+  return static_cast<double>(p.batch) * p.num_tokens * p.num_heads * p.head_dim;
+}
+
+// All sides by the first one's kernel, each on its share of the multiprocessors.
+void launch_rope_backward(const NormRopeParams* sides, int count, bool follows_attention,
+                          cudaStream_t stream) {
+  constexpr const char* kName = "rope_backward";
+  double all = 0;
+  for (int i = 0; i < count; ++i) all += num_elements(sides[i]);
+  RopeBackwardLaunch work = {};
+  work.follows_attention = follows_attention;
+  int64_t blocks = 0;
+  int threads = 0, smem_bytes = 0;
+  for (int i = 0; i < count; ++i) {
+    const double share = all > 0 ? current_gpu().num_sms * num_elements(sides[i]) / all : 0;
+    work.sides[i] = plan_launch(sides[i], kName, std::max(1, static_cast<int>(share)));
+    const Geometry& g = work.sides[i].geometry;
+    blocks += g.blocks;
+    threads = std::max(threads, g.threads);
+    smem_bytes = std::max(smem_bytes, g.smem.total);
+  }
+  const RopeKernel kernel = rope_kernel(sides[0]);
+  if (follows_attention) {
+    launch_chained(kernel, kName, blocks, threads, smem_bytes, stream, work);
+  } else {
+    launch(kernel, kName, blocks, threads, smem_bytes, stream, work);
   }
 }
 
@@ -277,9 +337,19 @@ Kernel backward_kernel(const NormRopeParams& p, bool is_wide) {
 }  // namespace norm_rope
 
 void run_norm_rope_backward(const NormRopeParams& params, cudaStream_t stream) {
-  norm_rope::run(
-      [](const NormRopeParams& p, bool is_wide) { return norm_rope::backward_kernel(p, is_wide); },
-      "norm_rope_backward", params, stream);
+  if (params.norm_kind == NormKind::kNone) {
+    return norm_rope::launch_rope_backward(&params, 1, false, stream);
+  }
+  norm_rope::run(norm_rope::norm_kernel, "norm_rope_backward", params, stream);
+}
+
+void run_rope_backward(const NormRopeParams* sides, int count, cudaStream_t stream) {
+  const bool is_split =
+      count == 2 && norm_rope::rope_kernel(sides[0]) != norm_rope::rope_kernel(sides[1]);
+  const int together = is_split ? 1 : count;
+  for (int i = 0; i < count; i += together) {
+    norm_rope::launch_rope_backward(sides + i, together, true, stream);
+  }
 }
 
 }  // namespace frx

@@ -89,9 +89,20 @@ FRX_HOST_DEVICE bool sums_weight_gradients(const NormRopeParams& p) {
   return p.dnorm_weight != nullptr || p.dnorm_bias != nullptr;
 }
 
+// The backward without a norm: it moves and turns elements, nothing else.
+FRX_HOST_DEVICE bool only_turns_back(const NormRopeParams& p) {
+  return p.grad != nullptr && p.norm_kind == NormKind::kNone;
+}
+
 struct Launch {
   NormRopeParams params;
   Geometry geometry;
+};
+
+// What one launch takes back through rotations: the blocks of the first side come first.
+struct RopeBackwardLaunch {
+  Launch sides[kMaxTurnedBack];  // without blocks where there is none
+  bool follows_attention;        // launched chained, behind a kernel of the attention's backward
 };
 
 inline int element_bytes(DType dtype) {
@@ -156,8 +167,11 @@ inline void choose_tile(const NormRopeParams& p, int num_sms, Geometry& g) {
   }
   // Lanes a tile: a quarter of one multiprocessor's share of them all, within bounds.
   const int64_t share = g.num_tokens * g.lanes_per_token / (4 * num_sms);
+  // Up to whole tokens where four blocks find room and no block is to come second.
+  const bool rounds_up = only_turns_back(p) && share > kMinThreads;
   const int lanes =
-      static_cast<int>(std::clamp<int64_t>(share, kMinThreads, int64_t{kMaxThreads} * kMaxPasses));
+      static_cast<int>(std::clamp<int64_t>(share + (rounds_up ? g.lanes_per_token - 1 : 0),
+                                           kMinThreads, int64_t{kMaxThreads} * kMaxPasses));
   const int row_bytes = 2 * p.head_dim * static_cast<int>(sizeof(float));
   const int fitting = g.stages_angles ? std::max(1, kMaxAngleBytes / row_bytes) : lanes;
   g.tokens_per_tile = std::clamp(lanes / g.lanes_per_token, 1, fitting);

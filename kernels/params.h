@@ -93,6 +93,12 @@ struct AttentionForwardParams {
   float* partial_lse;  // [num_splits, B, H, Tq]
 };
 
+// Which of the Hopper backward's blocks of keys are cut along their queries (see key_pieces.h).
+struct KeyCut {
+  int32_t first_block;  // this one and all after it
+  int32_t pieces;       // of each; 1: none is cut
+};
+
 struct AttentionBackwardParams {
   AttentionSizes sizes;
   ScoreModifiers scores;
@@ -122,9 +128,16 @@ struct AttentionBackwardParams {
   bool dq_with_dkv;  // num_splits is 1 then
   int32_t num_splits;
   float* dq_parts;  // [num_splits, B, H, Tq padded to 64, D padded] in fragment order, or null
+  int64_t dq_parts_floats;
+
+  // Hopper only. Where blocks of keys are cut, the further kernel sums the parts of dk and dv too.
+  KeyCut key_cut;
+  float* dkv_parts;  // [pieces in the grid's order, dk and dv, 128 keys, D padded] likewise
 };
 
 enum class NormKind : int { kNone = 0, kRms = 1, kLayer = 2 };
+
+constexpr int kMaxTurnedBack = 2;  // queries and keys
 
 // Bias + norm + rotation of projected heads, and its adjoint.
 struct NormRopeParams : RotationParams {
@@ -137,7 +150,8 @@ struct NormRopeParams : RotationParams {
   DType output_dtype;  // of y; in the backward, of grad and dx
   const void* x;       // [B, T, H*D] contiguous; in the backward null unless there is a norm
   const void* grad;    // backward only: [B, T, H, D] contiguous
-  void* out;           // forward y [B, T, H, D], backward dx [B, T, H*D]; contiguous
+  void* out;           // forward y [B, T, H, D], backward dx [B, T, H*D]; contiguous. Without a
+                       // norm dx may take grad's place.
 
   const void* bias;  // [H*D] or null, in param_dtype
   DType bias_dtype;

@@ -13,6 +13,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "chained_launch.cuh"
 #include "device.h"
 #include "launch.h"
 #include "matrix_sm90.cuh"
@@ -171,6 +172,9 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   extern __shared__ __align__(1024) unsigned char smem_bytes[];
   auto& smem = *reinterpret_cast<ProjectionStorage<Config>*>(smem_bytes);
   const int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / kWarpgroup, 0);
+  // Its blocks find room where one of these, which take all registers, is done. This launch is a
+  // plain one: everything before it is complete.
+  let_next_kernel_start();
 
   // Barriers: a full one completes by the copies' bytes, an empty one by the consumer's four warps.
   if (threadIdx.x == 0) {

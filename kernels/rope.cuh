@@ -54,6 +54,14 @@ FRX_HOST_DEVICE CosSin cos_sin(double turns) {
   return {fmaf(-rest, leading.sin, leading.cos), fmaf(rest, leading.cos, leading.sin)};
 }
 
+// The index-th pair of an axis that has axis_pairs of them.
+FRX_HOST_DEVICE PairDims axis_pair_dims(int axis, int index, int axis_pairs, bool interleaved) {
+  const int pair = axis * axis_pairs + index;
+  if (interleaved) return {2 * pair, 2 * pair + 1};
+  const int first = pair + axis * axis_pairs;
+  return {first, first + axis_pairs};
+}
+
 // Pair p = axis * (width / 2) + j, with width = rotary_dim / axes.
 FRX_HOST_DEVICE PairDims pair_dims(int pair, int rotary_dim, int axes, bool interleaved) {
   if (interleaved) return {2 * pair, 2 * pair + 1};

@@ -55,8 +55,8 @@ struct TokenAttentionParams {
   uint64_t k_turns[kTokenMostPairs];  // of each pair of an axis, a position, in units of 2^-64
 };
 
-// A block takes a multiprocessor for itself, and has at least two chunks: with fewer its part of u
-// would be larger than the values that are not stored.
+// A block takes a multiprocessor for itself, and has two chunks or all there are: with fewer its
+// part of u would be larger than values of the tokens' width.
 inline int token_splits(int64_t batch, int num_keys, int num_sms) {
   const int64_t chunks = (int64_t{num_keys} + kTokenChunk - 1) / kTokenChunk;
   int64_t splits = num_sms / (batch > 0 ? batch : 1);

@@ -283,7 +283,6 @@ __global__ __launch_bounds__(TokenBackward<Op, kD>::kThreads, 1) void token_grad
       p_transposed{shared.p_transposed};
 
   const int b = blockIdx.x / p.num_splits, split = blockIdx.x - b * p.num_splits;
-  const int key_count = frx::key_count(p.scores.kv_lengths, b, p.sizes.num_keys);
   // Also of keys that do not exist: their gradients are zeros.
   const int chunks = ceil_div(p.sizes.num_keys, kTokenChunk);
   const int chunks_a_split = ceil_div(chunks, p.num_splits);
@@ -294,6 +293,7 @@ __global__ __launch_bounds__(TokenBackward<Op, kD>::kThreads, 1) void token_grad
   const int columns = smaller(Shape::kWarpColumns, p.width - first_column);
 
   wait_for_previous_kernel();
+  const int key_count = frx::key_count(p.scores.kv_lengths, b, p.sizes.num_keys);
   const TokenLoader<Shape> loader(p, b, key_count, warp, lane);
   load_query_rows<Shape>(q_tile, p, b);
 #pragma unroll

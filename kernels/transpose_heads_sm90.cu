@@ -47,7 +47,6 @@ __device__ __forceinline__ bool token_exists(const HeadsTranspose& job, int64_t 
 
 __global__ __launch_bounds__(kThreads) void transpose_heads_kernel(
     const __grid_constant__ TransposeParams params) {
-  let_next_kernel_start();  // it waits for this one before it reads what is written here
   int number = 0;
   while (number + 1 < kMaxTransposes && blockIdx.x >= params.first_block[number + 1]) ++number;
   const HeadsTranspose& job = params.jobs[number];
@@ -55,6 +54,9 @@ __global__ __launch_bounds__(kThreads) void transpose_heads_kernel(
   const float* in = static_cast<const float*>(job.in.data) + part.batch * job.in.batch_stride +
                     part.head * job.in.head_stride;
   __shared__ float tile[kTokens][kDims + 1];  // padded: columns are read with few bank conflicts
+  // Whatever the heads, lengths and masks come from may be under way until here.
+  wait_for_previous_kernel();
+  let_next_kernel_start();  // it waits for this one before it reads what is written here
 
   constexpr int kRowThreads = kDims / kVector;
 #pragma unroll
@@ -115,7 +117,7 @@ void transpose_heads_sm90(const HeadsTranspose* jobs, int count, cudaStream_t st
     const HeadsTranspose& job = params.jobs[i] = jobs[i];
     blocks += parts_of(job.batch, job.num_tokens, job.num_heads, job.head_dim);
   }
-  launch(transpose_heads_kernel, "transpose_heads", blocks, kThreads, 0, stream, params);
+  launch_chained(transpose_heads_kernel, "transpose_heads", blocks, kThreads, 0, stream, params);
 }
 
 }  // namespace frx

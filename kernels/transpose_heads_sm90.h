@@ -42,7 +42,7 @@ inline HeadsView transposed_view(float* out, int64_t num_tokens, int64_t num_hea
   return {out, num_heads * head_dim * tokens, tokens, head_dim * tokens};
 }
 
-// Up to kMaxTransposes tensors in one launch; the next kernel may be chained to it.
+// Up to kMaxTransposes tensors in one launch, which is chained; so may the next kernel be.
 constexpr int kMaxTransposes = 16;
 void transpose_heads_sm90(const HeadsTranspose* jobs, int count, cudaStream_t stream);
 

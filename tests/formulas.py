@@ -63,6 +63,18 @@ def plain_norm_rope(
     return torch.stack(columns, dim=-1)
 
 
+def plain_turned_back(
+    grad: Tensor, spec: RotationSpec, tensors: tuple[Tensor | None, ...]
+) -> Tensor:  # [B, T, H, D]
+    """The gradient of heads before their rotation, in fp64, by autograd through the formula."""
+    tensors = tuple(None if t is None else t.double() for t in tensors)
+    x = torch.zeros(*grad.shape[:2], grad.shape[2] * grad.shape[3], dtype=torch.float64)
+    x = x.to(grad.device).requires_grad_()
+    y = plain_norm_rope(x, grad.shape[2], None, NormSpec(), None, None, spec, tensors)
+    (dx,) = torch.autograd.grad(y, x, grad.double())
+    return dx.view(grad.shape)
+
+
 def plain_attention(
     q: Tensor, k: Tensor, v: Tensor, o: ScoreOptions, dropped: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:

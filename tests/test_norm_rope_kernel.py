@@ -310,6 +310,68 @@ def test_random_cases(kernels: ModuleType, fuzz_examples: int) -> None:
             raise AssertionError(f"{case}: {error}") from error
 
 
+# --------------------------------------------------------------------- two sides in one launch
+
+
+def assert_turns_back(kernels: ModuleType, cases: list[Case], seed: int) -> None:
+    """Each side in place of its gradient, which is NaN until a thread has waited."""
+    problems = [Problem(case) for case in cases]
+    wants = [problem.reference()[1] for problem in problems]
+    dx = [p.buffers.place(torch.full_like(p.grad, NAN).flatten(2)) for p in problems]
+    fields = [
+        p.fields() | {"written": p.grad.data_ptr(), "grad": x.data_ptr(), "out": x.data_ptr()}
+        for p, x in zip(problems, dx, strict=True)
+    ]
+    for side in fields:
+        del side["x"]
+    kernels.set_gpu(cases[0].num_sms, cases[0].max_smem, seed)
+    kernels.rope_backward(fields)
+    for problem, got, want in zip(problems, dx, wants, strict=True):
+        problem.buffers.check()
+        assert_close(got, want)
+
+
+SIDES = {
+    "alike": [Case(), Case()],
+    "one": [Case(head_dim=64, spec=half(32, 2), positions=torch.int64)],
+    "other lengths and heads": [Case(2, 37, 12, 64, half(64)), Case(2, 9, 2, 64, neighbours(64))],
+    "a short side first": [Case(1, 2, 1), Case(3, 70, 5, num_sms=1)],
+    "positions beside a table": [Case(positions=torch.float64), Case(table=(1, 3))],
+    "vectors beside single dims": [
+        Case(head_dim=24, spec=half(16)),
+        Case(head_dim=24, spec=half(24)),
+    ],
+    "neither of vectors": [Case(head_dim=9, spec=half(8)), Case(2, 8, 1, 9, neighbours(4))],
+    "no queries": [Case(tokens=0), Case()],
+    "no keys": [Case(), Case(batch=0)],
+    "bf16": [Case(output=torch.bfloat16), Case(7, 3, output=torch.bfloat16)],
+    "many tiles a block": [Case(1, 150, heads=8, num_sms=1), Case(1, 40, heads=8)],
+}
+
+
+@pytest.mark.parametrize("cases", SIDES.values(), ids=SIDES.keys())
+def test_sides_turn_back_together(kernels: ModuleType, cases: list[Case]) -> None:
+    for seed in (0, 1):
+        assert_turns_back(kernels, cases, seed)
+
+
+def test_random_sides(kernels: ModuleType, fuzz_examples: int) -> None:
+    """Drawn one by one, with the head dim, the dtype and the GPU in common."""
+    rng = random.Random(7)
+    for _ in range(fuzz_examples):
+        first, other = (random_case(rng)._replace(norm=NormSpec(), has_bias=False) for _ in "qk")
+        while other.head_dim != first.head_dim:
+            other = random_case(rng)._replace(norm=NormSpec(), has_bias=False)
+        cases = [first, other._replace(output=first.output, num_sms=first.num_sms)]
+        try:
+            assert_turns_back(kernels, cases, rng.randrange(9))
+        except AssertionError as error:
+            raise AssertionError(f"{cases}: {error}") from error
+
+
+# ----------------------------------------------------------------------------------- odd sizes
+
+
 def test_no_tokens(kernels: ModuleType) -> None:
     for case in (Case(batch=0), Case(tokens=0, norm=NormSpec(NORM_RMS))):
         assert_matches(kernels, case)

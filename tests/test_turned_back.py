@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from formulas import plain_norm_rope
+from formulas import plain_turned_back
 from fused_rope_xattn import ops
-from fused_rope_xattn.config import NormSpec, RotationSpec
+from fused_rope_xattn.config import RotationSpec
 from fused_rope_xattn.ops import UNTURNED, ScoreOptions, Turning, TurningTensors
 from problems import assert_tensor_near
 
@@ -68,13 +68,7 @@ def backward(a: Attention, q: Turning = UNTURNED, k: Turning = UNTURNED, **needs
 
 
 def before_rotation(grad: Tensor, side: Turning) -> Tensor:
-    """In fp64, by autograd through the plain formula of the rotation."""
-    tensors = tuple(None if t is None else t.double() for t in side.tensors)
-    x = torch.zeros(*grad.shape[:2], grad.shape[2] * grad.shape[3], dtype=torch.float64)
-    x = x.to(grad.device).requires_grad_()
-    y = plain_norm_rope(x, grad.shape[2], None, NormSpec(), None, None, side.spec, tensors)
-    (dx,) = torch.autograd.grad(y, x, grad.double())
-    return dx.view(grad.shape)
+    return plain_turned_back(grad, side.spec, side.tensors)
 
 
 SPECS = {
@@ -131,12 +125,26 @@ GPU_SPECS = {
 }
 
 
+def assert_turned(plain: Any, got: Any, sides: tuple[Turning, Turning], label: str) -> None:
+    """Rounded once: half an ulp of each element away from turning what the kernels leave unturned,
+    which has half an ulp of its own in two elements."""
+    assert torch.equal(got[2], plain[2])
+    for name, x, y, side in zip(("dq", "dk"), plain, got, sides):
+        want = before_rotation(x, side)
+        tensors = side.tensors
+        gain = (
+            1.0 if tensors.cos is None else float(tensors.cos.abs().max() + tensors.sin.abs().max())
+        )
+        rows = x.double().norm(dim=-1, keepdim=True)
+        bound = torch.finfo(x.dtype).eps * (want.abs() + 2 * gain * rows) / 2 + 1e-6
+        worst = ((y.double() - want).abs() - bound).max()
+        assert bool(worst <= 0), f"{name} {label}: {float(worst):.3e} beyond its bound"
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("D, spec", GPU_SPECS.values(), ids=GPU_SPECS)
 def test_kernels_turn_as_a_kernel_of_its_own_would(D: int, spec: RotationSpec, kind: str) -> None:
-    """Rounded once: half an ulp of each element away from turning what the kernels leave unturned,
-    which has half an ulp of its own in two elements."""
     for (Tq, Tk), dtype, p in zip(
         [(1, 300), (130, 129), (70, 1000)],
         itertools.cycle([torch.bfloat16, torch.float16]),
@@ -144,19 +152,20 @@ def test_kernels_turn_as_a_kernel_of_its_own_would(D: int, spec: RotationSpec, k
     ):
         a = attention(D, Tq, Tk, dtype, "cuda", p)
         sides = turning(kind, spec, Tq, H, "cuda"), turning(kind, spec, Tk, HKV, "cuda")
-        plain, got = backward(a), backward(a, *sides)
-        assert torch.equal(got[2], plain[2])
-        for name, x, y, side in zip(("dq", "dk"), plain, got, sides):
-            want = before_rotation(x, side)
-            tensors = side.tensors
-            gain = (
-                1.0
-                if tensors.cos is None
-                else float(tensors.cos.abs().max() + tensors.sin.abs().max())
-            )
-            rows = x.double().norm(dim=-1, keepdim=True)
-            bound = torch.finfo(dtype).eps * (want.abs() + 2 * gain * rows) / 2 + 1e-6
-            worst = ((y.double() - want).abs() - bound).max()
-            assert bool(worst <= 0), (
-                f"{name} {dtype} {Tq}x{Tk}: {float(worst):.3e} beyond its bound"
-            )
+        assert_turned(backward(a), backward(a, *sides), sides, f"{dtype} {Tq}x{Tk}")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tf32", [False, True])
+@pytest.mark.parametrize("D, spec", GPU_SPECS.values(), ids=GPU_SPECS)
+def test_both_sides_turn_behind_the_attention(D: int, spec: RotationSpec, tf32: bool) -> None:
+    """Where a kernel of its own does it, in one launch: each kind of angles beside each other."""
+    Tq, Tk = 700, 390  # enough for Hopper's TF32 kernels
+    a = attention(D, Tq, Tk, torch.float32, "cuda")
+    a = a._replace(options=a.options._replace(tf32=tf32))
+    plain = backward(a)
+    for q_kind, k_kind in itertools.product(
+        ("implicit", "int64", "table_heads", "table_full"), KINDS
+    ):
+        sides = turning(q_kind, spec, Tq, H, "cuda"), turning(k_kind, spec, Tk, HKV, "cuda")
+        assert_turned(plain, backward(a, *sides), sides, f"{q_kind} beside {k_kind}")

@@ -3,6 +3,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -10,6 +11,7 @@
 #include "divisor.h"
 #include "dropout.cuh"
 #include "dropout_bits.cuh"
+#include "key_pieces.h"
 #include "mask.cuh"
 #include "norm_rope_plan.h"
 #include "rope.cuh"
@@ -145,6 +147,37 @@ void bind_block(py::module_& m) {
   });
 }
 
+// batch, queries, keys, heads, key heads, padded head dim
+using Sizes = std::tuple<int64_t, int, int, int, int, int>;
+
+AttentionSizes attention_sizes(const Sizes& sizes) {
+  const auto [batch, queries, keys, heads, kv_heads, head_dim] = sizes;
+  return {batch, queries, keys, heads, kv_heads, head_dim};
+}
+
+// A cut is its first block and the number of pieces.
+void bind_key_pieces(py::module_& m) {
+  m.def("cut_last_wave", [](const Sizes& sizes, bool is_causal, int num_sms) {
+    const AttentionSizes s = attention_sizes(sizes);
+    const KeyCut cut = cut_last_wave(s, is_causal, s.head_dim, num_sms);
+    return std::make_pair(cut.first_block, cut.pieces);
+  });
+  m.def("key_blocks", [](const Sizes& sizes, int first_block, int pieces) {
+    return key_blocks(attention_sizes(sizes), KeyCut{first_block, pieces});
+  });
+  m.def("dkv_part_floats", [](const Sizes& sizes, int first_block, int pieces) {
+    const AttentionSizes s = attention_sizes(sizes);
+    return dkv_part_floats(s, KeyCut{first_block, pieces}, s.head_dim);
+  });
+  m.def("key_block_of", [](int first_block, int pieces, int index) {
+    const KeyBlock place = key_block_of(KeyCut{first_block, pieces}, index);
+    return std::make_pair(place.block, place.piece);
+  });
+  m.def("part_of_range", [](int begin, int end, int part, int count) {
+    return as_tuple(part_of_range({begin, end}, part, count));
+  });
+}
+
 }  // namespace
 }  // namespace frx
 
@@ -154,4 +187,5 @@ PYBIND11_MODULE(helpers, m) {
   frx::bind_rope(m);
   frx::bind_norm_rope_plan(m);
   frx::bind_block(m);
+  frx::bind_key_pieces(m);
 }

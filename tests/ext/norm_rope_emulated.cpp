@@ -1,6 +1,10 @@
 // norm_rope's kernels on the host, on raw addresses: tests/test_norm_rope_kernel.py.
 #include <cuda_runtime.h>
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <cstring>
+#include <vector>
 
 namespace frx::norm_rope {
 namespace {
@@ -71,6 +75,21 @@ NormRopeParams params_of(const py::dict& fields) {
   return p;
 }
 
+// Behind a kernel that copies the gradients from "written" to "grad".
+void rope_backward(const std::vector<py::dict>& sides) {
+  std::vector<NormRopeParams> params;
+  for (const py::dict& fields : sides) params.push_back(params_of(fields));
+  emulation::previous_kernel() = [&] {
+    for (size_t i = 0; i < sides.size(); ++i) {
+      const NormRopeParams& p = params[i];
+      std::memcpy(p.out, address(sides[i], "written"),
+                  p.batch * p.num_tokens * p.num_heads * p.head_dim *
+                      norm_rope::element_bytes(p.output_dtype));
+    }
+  };
+  run_rope_backward(params.data(), static_cast<int>(params.size()), nullptr);
+}
+
 void set_gpu(int num_sms, int max_smem_bytes, unsigned seed) {
   emulation::gpu() = {num_sms, max_smem_bytes, seed, norm_rope::smem};
 }
@@ -82,6 +101,7 @@ PYBIND11_MODULE(norm_rope_emulated, m) {
   m.def("norm_rope", [](const py::dict& fields) { run_norm_rope(params_of(fields), nullptr); });
   m.def("norm_rope_backward",
         [](const py::dict& fields) { run_norm_rope_backward(params_of(fields), nullptr); });
+  m.def("rope_backward", &rope_backward);
   m.def("is_wide",
         [](const py::dict& fields) { return norm_rope::can_be_wide(params_of(fields)); });
 }

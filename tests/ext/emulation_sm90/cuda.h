@@ -1,5 +1,5 @@
-// A tensor map as the emulated copy engine reads it: of a matrix, or of one whose rows are paired
-// halves (half > 0).
+// A tensor map as the emulated copy engine reads it: of a matrix, of one whose rows are paired
+// halves (half > 0), or of one a head and batch element.
 #pragma once
 
 #include <cstdint>
@@ -9,4 +9,5 @@ struct CUtensorMap {
   int64_t rows, width;
   int box_rows, box_width;
   int half = 0, box_chunks = 0;
+  int64_t token_stride = 0, head_stride = 0, batch_stride = 0;  // token_stride 0: a matrix
 };

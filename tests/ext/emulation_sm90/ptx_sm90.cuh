@@ -36,7 +36,8 @@ void copy_box(void* destination, const CUtensorMap& map, uint64_t& barrier, int 
       for (int column = 0; column < m.box_width; ++column) {
         const int64_t r = row_of(row), c = static_cast<int64_t>(c0) + column;
         const bool exists = r >= 0 && r < m.rows && c >= 0 && c < m.width;
-        const uint16_t value = exists ? m.data[r * m.width + c] : 0;
+        const int64_t stride = m.token_stride == 0 ? m.width : m.token_stride;
+        const uint16_t value = exists ? m.data[r * stride + c] : 0;
         std::memcpy(hopper::smem + hopper::swizzled(start + row * 128 + column * 2), &value, 2);
       }
     }
@@ -47,8 +48,10 @@ void copy_box(void* destination, const CUtensorMap& map, uint64_t& barrier, int 
 }
 
 inline void cp_async_bulk_tensor_4d(void* destination, const CUtensorMap& map, uint64_t& barrier,
-                                    int c0, int c1, int, int) {
-  copy_box(destination, map, barrier, c0, [c1](int row) { return int64_t{c1} + row; });
+                                    int c0, int c1, int c2, int c3) {
+  CUtensorMap of_head = map;
+  of_head.data += c2 * map.head_stride + c3 * map.batch_stride;
+  copy_box(destination, of_head, barrier, c0, [c1](int row) { return int64_t{c1} + row; });
 }
 
 inline void cp_async_bulk_tensor_5d(void* destination, const CUtensorMap& map, uint64_t& barrier,
@@ -60,6 +63,53 @@ inline void cp_async_bulk_tensor_5d(void* destination, const CUtensorMap& map, u
     const bool exists = chunk < half / 8 && axis < rows / (2 * half);
     return exists ? 2 * half * axis + half * (row / 8 % 2) + 8 * chunk + row % 8 : int64_t{-1};
   });
+}
+
+// Additions, too, happen when the scheduler says so; the block may end before.
+inline int& unread_additions() {
+  static std::map<int, int> of_thread;
+  return of_thread[hopper::block().running];
+}
+inline void cp_reduce_async_bulk_add(float* destination, const void* source, uint32_t bytes) {
+  const uint32_t start = smem_address(source);
+  if (start % 16 != 0 || reinterpret_cast<uintptr_t>(destination) % 16 != 0) {
+    throw std::runtime_error("an addition is not 16-byte aligned");
+  }
+  int& unread = unread_additions();
+  ++unread;
+  hopper::block().copies.push_back([=, &unread] {
+    for (uint32_t i = 0; i < bytes / 4; ++i) {
+      float x;
+      std::memcpy(&x, hopper::smem + start + 4 * i, 4);
+      destination[i] += x;
+    }
+    --unread;
+  });
+}
+inline void cp_async_bulk_commit_group() {}
+inline void cp_async_bulk_wait_read() {
+  const int& unread = unread_additions();
+  hopper::wait_until([&unread] { return unread == 0; });
+}
+
+inline void fence_proxy_async() {}
+
+inline void stmatrix_x4_transposed(uint32_t address, const uint32_t (&x)[4]) {
+  const int lane = hopper::block().running % hopper::kWarp, column = lane / 4;
+  for (int m = 0; m < 4; ++m) {
+    for (int half = 0; half < 2; ++half) {
+      const uint32_t row = hopper::shuffle(address, 8 * m + 2 * (lane % 4) + half);
+      const uint16_t value = static_cast<uint16_t>(x[m] >> 16 * half);
+      std::memcpy(hopper::smem + row + 2 * column, &value, 2);
+    }
+  }
+}
+
+inline void st_global_v4(void* destination, uint4 x) {
+  if (reinterpret_cast<uintptr_t>(destination) % 16 != 0) {
+    throw std::runtime_error("a store is not 16-byte aligned");
+  }
+  std::memcpy(destination, &x, sizeof(x));
 }
 
 inline void named_barrier_sync(int id, int threads) {

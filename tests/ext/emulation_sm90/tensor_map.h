@@ -1,4 +1,4 @@
-// make_heads_map for matrices, one batch and one head, and make_halves_map.
+// make_heads_map and make_halves_map.
 #pragma once
 
 #include <cuda.h>
@@ -9,7 +9,12 @@ namespace frx {
 
 inline CUtensorMap make_heads_map(const HeadsView& view, DType, int64_t, int num_tokens, int,
                                   int head_dim, int box_dims, int box_tokens) {
-  return {static_cast<const uint16_t*>(view.data), num_tokens, head_dim, box_tokens, box_dims};
+  CUtensorMap map = {static_cast<const uint16_t*>(view.data), num_tokens, head_dim, box_tokens,
+                     box_dims};
+  map.token_stride = view.token_stride;
+  map.head_stride = view.head_stride;
+  map.batch_stride = view.batch_stride;
+  return map;
 }
 
 inline CUtensorMap make_halves_map(const void* data, DType, int rows, int width, int half,

@@ -6,6 +6,7 @@
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
+#include <array>
 #include <stdexcept>
 #include <type_traits>
 
@@ -43,6 +44,18 @@ SmemDescriptor swizzled_descriptor(uint32_t address, uint32_t leading_bytes) {
   return {address >> 4 | (leading_bytes >> 4) << 16, 8 * kRowBytes >> 4 | 1u << 30};
 }
 
+template <class Element>
+float half_of(uint32_t word) {
+  const uint16_t bits = static_cast<uint16_t>(word);
+  Element x;
+  std::memcpy(&x, &bits, 2);
+  if constexpr (std::is_same_v<Element, __half>) {
+    return __half2float(x);
+  } else {
+    return __bfloat162float(x);
+  }
+}
+
 // Element k of a row of an operand. Either k is contiguous; or rows are, 64 of them beside each
 // other, the next 64 leading bytes further on. Eight of what lies across make the repeating unit.
 template <class Element, bool kRowsContiguous>
@@ -55,13 +68,9 @@ float operand(SmemDescriptor d, int row, int k) {
   if constexpr (std::is_same_v<Element, Tf32>) {
     throw std::runtime_error("the emulator's products are of 16-bit numbers");
   } else {
-    Element x;
-    std::memcpy(&x, hopper::smem + hopper::swizzled(address), 2);
-    if constexpr (std::is_same_v<Element, __half>) {
-      return __half2float(x);
-    } else {
-      return __bfloat162float(x);
-    }
+    uint16_t bits;
+    std::memcpy(&bits, hopper::smem + hopper::swizzled(address), 2);
+    return half_of<Element>(bits);
   }
 }
 
@@ -86,6 +95,33 @@ struct Wgmma {
               sum += of_a[k] * operand<Element, kColumnsContiguous>(b, column, k);
             }
             out[4 * n + 2 * i + e] = sum;
+          }
+        }
+      }
+    });
+  }
+
+  // The registers of a quad make up a row of the first operand.
+  static void rs(float (&d)[kColumns / 2], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3,
+                 SmemDescriptor b) {
+    const int lane = hopper::block().running % 32;
+    const uint32_t own[4] = {a0, a1, a2, a3};
+    std::array<std::array<float, 16>, 2> a;
+    for (int from = 0; from < 4; ++from) {
+      for (int r = 0; r < 4; ++r) {
+        const uint32_t pair = hopper::shuffle(own[r], lane / 4 * 4 + from);
+        for (int half = 0; half < 2; ++half) {
+          a[r % 2][r / 2 * 8 + 2 * from + half] = half_of<Element>(pair >> 16 * half);
+        }
+      }
+    }
+    float* const out = d;
+    hopper::self().open_group.push_back([=] {
+      for (int n = 0; n < kColumns / 8; ++n) {
+        for (int e = 0; e < 2; ++e) {
+          for (int k = 0; k < 16; ++k) {
+            const float of_b = operand<Element, true>(b, 8 * n + 2 * (lane % 4) + e, k);
+            for (int i = 0; i < 2; ++i) out[4 * n + 2 * i + e] += a[i][k] * of_b;
           }
         }
       }

@@ -1,0 +1,106 @@
+// The Hopper backward for keys and the sum of its parts on the host, on raw addresses:
+// tests/test_key_pieces_kernel.py.
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <vector>
+
+// Negative where a bit of the sign is set, then clamped: all that drop_weights does with it.
+inline __nv_bfloat162 __hfma2_relu(__nv_bfloat162 a, __nv_bfloat162, __nv_bfloat162) {
+  const auto clamped = [](__nv_bfloat16 x) { return x.bits & 0x8000 ? __nv_bfloat16{0} : x; };
+  return {clamped(a.x), clamped(a.y)};
+}
+inline __half2 __hfma2_relu(__half2 a, __half2, __half2) {
+  const auto clamped = [](__half x) { return x.value > 0 ? x : __half{0}; };
+  return {clamped(a.x), clamped(a.y)};
+}
+
+#define __CUDACC__  // dropout's bits are drawn by device code
+
+namespace frx {
+// The arrays that the kernels declare as extern __shared__.
+__align__(1024) unsigned char smem_bytes[hopper::kSmemBytes];
+namespace {
+__align__(1024) unsigned char smem[hopper::kSmemBytes];
+}
+}  // namespace frx
+
+#pragma GCC diagnostic ignored "-Wsign-compare"  // nvcc does not mind
+#pragma GCC diagnostic ignored "-Wsizeof-array-div"
+#include "attention_bwd_keys_sm90.cuh"
+#include "attention_bwd_sum_sm90.cu"
+
+namespace py = pybind11;
+
+namespace frx {
+namespace {
+
+HeadsView view_of(uintptr_t address, int64_t tokens, int64_t heads, int64_t head_dim) {
+  return {reinterpret_cast<void*>(address), tokens * heads * head_dim, heads * head_dim, head_dim};
+}
+
+template <class T>
+T* at(const py::dict& addresses, const char* name) {
+  return addresses.contains(name) ? reinterpret_cast<T*>(addresses[name].cast<uintptr_t>())
+                                  : nullptr;
+}
+
+// sizes: batch, queries, keys, heads, key heads, head dim. dq, too, if it has parts.
+void run(const std::vector<int>& sizes, const py::dict& addresses, std::pair<int, int> cut,
+         int rotary_dim, bool is_causal, double dropout_p, unsigned seed) {
+  hopper::smem = smem_bytes;
+  hopper::seed() = seed;
+  AttentionBackwardParams p{};
+  p.sizes = {sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5]};
+  p.dtype = DType::kBFloat16;
+  const auto view = [&](const char* name, int tokens, int heads) {
+    return view_of(addresses[name].cast<uintptr_t>(), sizes[tokens], sizes[heads], sizes[5]);
+  };
+  p.q = view("q", 1, 3);
+  p.dout = view("dout", 1, 3);
+  p.dq = view("dq", 1, 3);
+  p.k = view("k", 2, 4);
+  p.v = view("v", 2, 4);
+  p.dk = view("dk", 2, 4);
+  p.dv = view("dv", 2, 4);
+  p.lse = at<const float>(addresses, "lse");
+  p.delta = at<float>(addresses, "delta");
+  p.dq_parts = at<float>(addresses, "dq_parts");
+  p.dkv_parts = at<float>(addresses, "dkv_parts");
+  p.dq_with_dkv = p.dq_parts != nullptr;
+  p.num_splits = 1;
+  p.key_cut = {cut.first, cut.second};
+  p.scores.kv_lengths = at<int32_t>(addresses, "kv_lengths");
+  p.scores.key_keep = at<bool>(addresses, "key_keep");
+  p.scores.scale = 0.2f;
+  p.scores.is_causal = is_causal;
+  if (dropout_p > 0) {
+    p.scores.seed = at<int64_t>(addresses, "seed");
+    p.scores.keep_threshold = static_cast<uint32_t>((1 - dropout_p) * 65536.0);
+    p.scores.keep_scale = static_cast<float>(1 / (1 - dropout_p));
+  }
+  p.k_rotation.rotary_dim = p.q_rotation.rotary_dim = rotary_dim;
+  p.k_rotation.axes = p.q_rotation.axes = 1;
+  p.k_rotation.log2_base = p.q_rotation.log2_base = 10;
+  if (p.sizes.head_dim <= 64) {
+    p.dq_with_dkv
+        ? run_backward_keys<KeySideConfig<64, 64, 2, 2, true, true, true>>(p, false, nullptr)
+        : run_backward_keys<KeySideConfig<64, 96, 2, 2, true, true, false>>(p, false, nullptr);
+  } else if (p.sizes.head_dim > 128) {
+    run_backward_keys<KeySideConfig<256, 64, 2, 2, false, true, false>>(p, false, nullptr);
+    run_backward_keys<KeySideConfig<256, 64, 2, 1, true, false, false>>(p, false, nullptr);
+  } else {
+    p.dq_with_dkv
+        ? run_backward_keys<KeySideConfig<128, 64, 2, 2, true, true, true>>(p, false, nullptr)
+        : run_backward_keys<KeySideConfig<128, 64, 2, 2, true, true, false>>(p, false, nullptr);
+  }
+  if (p.dq_parts != nullptr || p.dkv_parts != nullptr) attention_backward_sm90_sum(p, nullptr);
+}
+
+}  // namespace
+}  // namespace frx
+
+PYBIND11_MODULE(attention_backward_emulated, m) { m.def("run", &frx::run); }
