@@ -35,13 +35,14 @@ class Limits(NamedTuple):
     projections: int  # multiplications, all projections together
     # Multiplications of q k^T: the backward's small tiles read keys and queries often.
     backward: int
+    backward_tiles: int  # of TILE_QUERIES rows again
 
 
 # Measured on an H200, which has 132 multiprocessors.
 LIMITS = {
-    "fp32": Limits(1056, 1024, 2**32, 2**26),
-    "tf32": Limits(528, 1024, 2**29, 2**25),
-    "half": Limits(528, 512, 2**29, 2**24),
+    "fp32": Limits(1056, 1024, 2**32, 2**26, 1056),
+    "tf32": Limits(528, 1024, 2**29, 2**25, 528),
+    "half": Limits(528, 512, 2**29, 2**24, 264),
 }
 # What few queries look at is read once, at the memory's pace, by eight blocks a head at most.
 FEW_QUERIES = TILE_QUERIES
@@ -140,8 +141,21 @@ def takes_backward(config: BlockConfig, saved: Activations, needs: Needs) -> boo
     """Whether :func:`backward` covers what is wanted, and is expected to be the fastest."""
     if not config.fused or not needs.attention or needs.attn_bias:
         return False
+    batch, queries, heads, head_dim = saved.q.shape
     limits = limits_of(saved.q.dtype, config.tf32)
-    return bool(saved.q.numel() * saved.k.shape[1] <= limits.backward)
+    return _is_small_backward(batch, queries, heads, head_dim, saved.k.shape[1], limits)
+
+
+def _is_small_backward(
+    batch: int, queries: int, heads: int, head_dim: int, keys: int, limits: Limits
+) -> bool:
+    tiles = _query_tiles(batch, queries, heads)
+    multiplications = batch * queries * heads * head_dim * keys
+    return bool(multiplications <= limits.backward and tiles <= limits.backward_tiles)
+
+
+def _query_tiles(batch: int, queries: int, heads: int) -> int:
+    return batch * heads * ((queries + TILE_QUERIES - 1) // TILE_QUERIES)
 
 
 def limits_of(dtype: torch.dtype, tf32: bool) -> Limits:
@@ -174,13 +188,12 @@ def pays(problem: Problem, config: BlockConfig, t: BlockTensors) -> bool:
     if torch.compiler.is_exporting():
         return False  # an exported program must not depend on how its lengths compare to these
     p = problem
-    tiles = p.B * p.H * ((p.Tq + TILE_QUERIES - 1) // TILE_QUERIES)
     multiplications = p.B * p.Tq * p.H * p.D * (p.Dq + (p.Dout or 0))
     if t.w_k is not None:
         multiplications += p.B * p.Tk * p.Hkv * p.D * (p.Dkv + p.Dv)
     limits = limits_of(t.x_query.dtype, config.tf32)
     return bool(
-        tiles <= limits.tiles
+        _query_tiles(p.B, p.Tq, p.H) <= limits.tiles
         and (p.Tk <= limits.keys or _streams_keys(p, t))
         and multiplications <= limits.projections
         and not _trains_the_other_way(p, t, limits)
@@ -190,7 +203,7 @@ def pays(problem: Problem, config: BlockConfig, t: BlockTensors) -> bool:
 def _trains_the_other_way(p: Problem, t: BlockTensors, limits: Limits) -> bool:
     """Whether the backward would be the split path's, which in half types wants of its forward what
     rounding takes from o, and sums every row again without it."""
-    is_small = p.B * p.Tq * p.H * p.D * p.Tk <= limits.backward
+    is_small = _is_small_backward(p.B, p.Tq, p.H, p.D, p.Tk, limits)
     return limits is LIMITS["half"] and not is_small and wants_gradients(t)
 
 

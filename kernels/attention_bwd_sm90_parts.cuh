@@ -85,16 +85,19 @@ __device__ __forceinline__ void multiply_rows(float (&d)[kHeadDim / 2],
 
 // lse in units of log 2; +inf where the row has no key or does not exist, so that its weights
 // become exp2(-inf) = 0.
+// Statistics of rows come from L2: a kernel that overlaps those before it may read what was written
+// after kernels on its multiprocessor had read that memory, and finds it in no stale line of L1.
 __device__ __forceinline__ float row_lse_log2(const AttentionBackwardParams& p, int64_t batch_head,
                                               int query) {
   if (query >= p.sizes.num_queries) return -negative_infinity();
-  const float lse = p.lse[batch_head * p.sizes.num_queries + query];
+  const float lse = __ldcg(p.lse + batch_head * p.sizes.num_queries + query);
   return lse == negative_infinity() ? -negative_infinity() : lse * kLog2e;
 }
 
 __device__ __forceinline__ float row_delta(const AttentionBackwardParams& p, int64_t batch_head,
                                            int query) {
-  return query < p.sizes.num_queries ? p.delta[batch_head * p.sizes.num_queries + query] : 0.f;
+  return query < p.sizes.num_queries ? __ldcg(p.delta + batch_head * p.sizes.num_queries + query)
+                                     : 0.f;
 }
 
 // Gradient of a score. dp is the gradient of the weight as the values see it, after dropout.

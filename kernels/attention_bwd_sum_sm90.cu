@@ -308,8 +308,8 @@ __global__ __launch_bounds__(kThreads, kHeadDim <= 128 ? 4 : 2) void sum_parts_k
 
 // ---- launch -----------------------------------------------------------------------------------
 
-// A block's angles serve more strips where that leaves eight blocks a multiprocessor: twice what
-// run at once.
+// A block's angles serve more strips where that leaves eight blocks a multiprocessor, at least
+// twice what run at once.
 int strips_a_block(const SummedSide& side) {
   const bool is_whole = side.table_strips.value % (2 * kStrips) == 0;
   const int64_t many = int64_t{8} * current_gpu().num_sms * 2 * kStrips;

@@ -26,8 +26,12 @@ TokenAttentionParams token_params(const Tensor& q, const Tensor& k, const Tensor
                   "fused_rope_xattn: attention over tokens does not take these sizes");
   STD_TORCH_CHECK(x.size(0) == q.size(0) && x.size(1) == k.size(1) && x.is_contiguous(),
                   "fused_rope_xattn: tokens and keys differ in number, or tokens have gaps");
-  STD_TORCH_CHECK((!kv_lengths.has_value() || kv_lengths->numel() == q.size(0)) &&
-                      (!key_keep.has_value() || key_keep->numel() == k.size(0) * k.size(1)),
+  STD_TORCH_CHECK((!kv_lengths.has_value() ||
+                   (kv_lengths->numel() == q.size(0) && kv_lengths->is_contiguous() &&
+                    kv_lengths->scalar_type() == ScalarType::Int)) &&
+                      (!key_keep.has_value() ||
+                       (key_keep->numel() == k.size(0) * k.size(1) && key_keep->is_contiguous() &&
+                        key_keep->scalar_type() == ScalarType::Bool)),
                   "fused_rope_xattn: lengths or removed keys do not fit");
   p.dtype = dtype_of(q.scalar_type());
   STD_TORCH_CHECK(p.dtype == DType::kBFloat16 || p.dtype == DType::kFloat16,

@@ -63,6 +63,7 @@ inline KeyCut cut_last_wave(const AttentionSizes& s, bool is_causal, int padded_
   constexpr double kBytesPerSm = 30e3;    // a microsecond, when every multiprocessor reads
   constexpr double kLeastGain = 0.1;      // less than that the model does not know
   constexpr int kTileQueries = 64, kMaxPieces = 32;
+  constexpr int64_t kMostPartFloats = int64_t{1} << 24;  // 64 MiB
 
   const KeyCut none = {0, 1};
   const int64_t blocks = key_blocks(s), whole_waves = blocks / num_sms;
@@ -81,6 +82,7 @@ inline KeyCut cut_last_wave(const AttentionSizes& s, bool is_causal, int padded_
   double best_time = (1 - kLeastGain) * uncut_time;
   for (int pieces = 2; pieces <= std::min(kMaxPieces, query_tiles); ++pieces) {
     const KeyCut cut = {static_cast<int32_t>(whole_waves * num_sms), pieces};
+    if (dkv_part_floats(s, cut, padded_dim) > kMostPartFloats) break;
     const int64_t waves = ceil_div(last_wave * pieces, static_cast<int64_t>(num_sms));
     // Every part is written and read.
     const double bytes = 2.0 * sizeof(float) * dkv_part_floats(s, cut, padded_dim);

@@ -91,6 +91,14 @@ def test_what_is_taken() -> None:
     assert not fused.takes_backward(config, Activations(long, long, long, long, long), needs)
 
 
+def test_half_types_stop_at_two_tiles_a_multiprocessor() -> None:
+    problem = Problem(TINY)
+    for batch, taken in (8, True), (16, False):
+        heads = torch.empty(batch, 64, 8, 32, device="meta", dtype=torch.bfloat16)
+        saved = Activations(heads, heads, heads, heads, heads)
+        assert fused.takes_backward(problem.config, saved, problem.needs()) is taken
+
+
 @pytest.mark.parametrize("fused_forward", [True, False])
 def test_autograd_takes_it(fused_forward: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[str] = []

@@ -72,6 +72,7 @@ def test_quoted_limits_are_those_of_the_code() -> None:
         "keys",
         "multiplications of all projections",
         "multiplications of q k^T",
+        "tiles of 16 queries, for its backward",
     )
     for name, wanted in zip(names, zip(*fused.LIMITS.values(), strict=True), strict=True):
         cells = r" \| (\S+)" * len(fused.LIMITS)

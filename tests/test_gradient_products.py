@@ -140,7 +140,7 @@ def test_which_blocks_are_taken() -> None:
     assert "not two" in obstacle(mast3r[:1])
     alone = of_tokens(*(x.float() for x in meta(1536, 768, 768)[:2]))
     assert obstacle([alone], tf32=True) == "None"
-    for tokens, inner in (1024, 768), (1536, 3072):  # 48 tiles; 48 steps
+    for tokens, inner in (1024, 768), (1536, 832), (1536, 3072):  # 48 tiles; 13 and 48 steps
         other = of_tokens(*(x.float() for x in meta(tokens, inner, 768)[:2]))
         assert "not two" in obstacle([other], tf32=True)
     over_tokens = of_weight(*(x.float() for x in meta(1536, 768, 768)[::2]))

@@ -67,7 +67,7 @@ def test_what_is_cut(kernel: ModuleType, sizes: Sizes, cut: tuple[int, int]) -> 
 
 
 def test_pieces_fill_the_gpu_and_no_more(kernel: ModuleType) -> None:
-    """Within a few waves; parts stay small beside the tensors they are of."""
+    """Within a few waves; parts do not take all memory."""
     for B, Tk, Tq, D in itertools.product(
         (1, 2, 3, 8), (77, 768, 5000), (77, 768, 5000), (32, 128)
     ):
@@ -83,6 +83,14 @@ def test_pieces_fill_the_gpu_and_no_more(kernel: ModuleType) -> None:
         assert kernel.key_blocks(sizes, *cut) == first + last_wave * pieces
         assert last_wave * pieces <= 4 * H200_SMS
         assert kernel.dkv_part_floats(sizes, *cut) == last_wave * pieces * 2 * 128 * D
+
+
+def test_parts_are_limited(kernel: ModuleType) -> None:
+    """Many queries, large groups and wide heads would gain by hundreds of MiB of parts."""
+    for queries, blocks in (4096, 82), (16384, 90), (131072, 103):
+        sizes = Sizes(1, queries, 128 * blocks, 8, 1, 256)
+        cut = kernel.cut_last_wave(sizes, False, H200_SMS)
+        assert kernel.dkv_part_floats(sizes, *cut) <= 2**24
 
 
 def test_every_piece_of_every_block_is_in_the_grid_once(kernel: ModuleType) -> None:

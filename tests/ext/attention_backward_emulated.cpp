@@ -48,6 +48,13 @@ T* at(const py::dict& addresses, const char* name) {
                                   : nullptr;
 }
 
+// delta is the kernel's before that for keys.
+void show_delta_late(const AttentionBackwardParams& p) {
+  const int64_t rows = p.sizes.batch * p.sizes.num_heads * p.sizes.num_queries;
+  hopper::previous().begin = reinterpret_cast<const char*>(p.delta);
+  hopper::previous().end = reinterpret_cast<const char*>(p.delta + rows);
+}
+
 // sizes: batch, queries, keys, heads, key heads, head dim. dq, too, if it has parts.
 void run(const std::vector<int>& sizes, const py::dict& addresses, std::pair<int, int> cut,
          int rotary_dim, bool is_causal, double dropout_p, unsigned seed) {
@@ -85,17 +92,18 @@ void run(const std::vector<int>& sizes, const py::dict& addresses, std::pair<int
   p.k_rotation.rotary_dim = p.q_rotation.rotary_dim = rotary_dim;
   p.k_rotation.axes = p.q_rotation.axes = 1;
   p.k_rotation.log2_base = p.q_rotation.log2_base = 10;
+  show_delta_late(p);
   if (p.sizes.head_dim <= 64) {
     p.dq_with_dkv
-        ? run_backward_keys<KeySideConfig<64, 64, 2, 2, true, true, true>>(p, false, nullptr)
-        : run_backward_keys<KeySideConfig<64, 96, 2, 2, true, true, false>>(p, false, nullptr);
+        ? run_backward_keys<KeySideConfig<64, 64, 2, 2, true, true, true>>(p, true, nullptr)
+        : run_backward_keys<KeySideConfig<64, 96, 2, 2, true, true, false>>(p, true, nullptr);
   } else if (p.sizes.head_dim > 128) {
-    run_backward_keys<KeySideConfig<256, 64, 2, 2, false, true, false>>(p, false, nullptr);
+    run_backward_keys<KeySideConfig<256, 64, 2, 2, false, true, false>>(p, true, nullptr);
     run_backward_keys<KeySideConfig<256, 64, 2, 1, true, false, false>>(p, false, nullptr);
   } else {
     p.dq_with_dkv
-        ? run_backward_keys<KeySideConfig<128, 64, 2, 2, true, true, true>>(p, false, nullptr)
-        : run_backward_keys<KeySideConfig<128, 64, 2, 2, true, true, false>>(p, false, nullptr);
+        ? run_backward_keys<KeySideConfig<128, 64, 2, 2, true, true, true>>(p, true, nullptr)
+        : run_backward_keys<KeySideConfig<128, 64, 2, 2, true, true, false>>(p, true, nullptr);
   }
   if (p.dq_parts != nullptr || p.dkv_parts != nullptr) attention_backward_sm90_sum(p, nullptr);
 }

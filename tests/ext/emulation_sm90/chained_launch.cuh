@@ -1,17 +1,26 @@
-// Chained launches on the emulator, which runs one kernel after another.
+// Chained launches on the emulator, which knows no clusters. It runs one kernel after another, but
+// shows what the one before wrote only to threads that have waited (hopper::Previous).
 #pragma once
 
+#include "device.h"
 #include "launch.h"
 
 namespace frx {
 
-inline void wait_for_previous_kernel() {}
+inline void wait_for_previous_kernel() { hopper::self().has_waited = true; }
 inline void let_next_kernel_start() {}
 
 template <class Params>
+bool waits_for_previous_kernel(void (*)(Params), const char*) {
+  return false;
+}
+
+template <class Params>
 void launch_chained(void (*kernel)(Params), const char* name, int64_t blocks, int threads,
-                    size_t smem_bytes, cudaStream_t stream, const Params& params) {
+                    size_t smem_bytes, cudaStream_t stream, const Params& params, int = 1) {
+  hopper::previous().is_chained = true;
   launch(kernel, name, blocks, threads, smem_bytes, stream, params);
+  hopper::previous() = {};
 }
 
 }  // namespace frx

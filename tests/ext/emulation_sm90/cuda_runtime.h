@@ -40,6 +40,10 @@ inline void __syncthreads() {
 }
 inline void __syncwarp() { hopper::sync_warp(); }
 
+inline float __ldcg(const float* address) {
+  return hopper::is_unfinished(address) ? std::numeric_limits<float>::quiet_NaN() : *address;
+}
+
 template <class T>
 T __shfl_sync(unsigned, T value, int lane) {
   return static_cast<T>(hopper::shuffle(static_cast<uint32_t>(value), lane));

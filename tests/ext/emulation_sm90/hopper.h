@@ -58,6 +58,7 @@ struct Fiber {
   std::unique_ptr<char[]> stack = std::make_unique<char[]>(kStackBytes);
   std::function<bool()> may_go_on;  // empty: ready
   bool is_done = false;
+  bool has_waited = false;                                 // for the kernel before
   std::vector<std::vector<std::function<void()>>> groups;  // of products, oldest first
   std::vector<std::function<void()>> open_group;
 };
@@ -86,6 +87,31 @@ inline unsigned& seed() {
 }
 
 inline Fiber& self() { return block().fibers[block().running]; }
+
+// The kernel that precedes a chained one: what it writes, [begin, end), is there for a thread that
+// has waited, and so may a thread store only then. Without a chain nothing is checked.
+struct Previous {
+  bool is_chained = false;
+  const char* begin = nullptr;
+  const char* end = nullptr;
+};
+
+inline Previous& previous() {
+  static Previous instance;
+  return instance;
+}
+
+inline bool is_unfinished(const void* address) {
+  const char* const at = static_cast<const char*>(address);
+  const Previous& p = previous();
+  return p.is_chained && at >= p.begin && at < p.end && !self().has_waited;
+}
+
+inline void check_store() {
+  if (previous().is_chained && !self().has_waited) {
+    throw std::runtime_error("a thread stores before it has waited for the kernel before");
+  }
+}
 
 inline void wait_until(std::function<bool()> may_go_on) {
   if (may_go_on()) return;
@@ -134,7 +160,7 @@ inline void run_block(std::mt19937& random) {
   const int count = static_cast<int>(b.fibers.size());
   for (int i = 0; i < count; ++i) {
     Fiber& fiber = b.fibers[i];
-    fiber.is_done = false;
+    fiber.is_done = fiber.has_waited = false;
     fiber.may_go_on = nullptr;
     fiber.groups.clear();
     fiber.open_group.clear();

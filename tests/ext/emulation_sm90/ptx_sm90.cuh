@@ -71,6 +71,7 @@ inline int& unread_additions() {
   return of_thread[hopper::block().running];
 }
 inline void cp_reduce_async_bulk_add(float* destination, const void* source, uint32_t bytes) {
+  hopper::check_store();
   const uint32_t start = smem_address(source);
   if (start % 16 != 0 || reinterpret_cast<uintptr_t>(destination) % 16 != 0) {
     throw std::runtime_error("an addition is not 16-byte aligned");
@@ -106,6 +107,7 @@ inline void stmatrix_x4_transposed(uint32_t address, const uint32_t (&x)[4]) {
 }
 
 inline void st_global_v4(void* destination, uint4 x) {
+  hopper::check_store();
   if (reinterpret_cast<uintptr_t>(destination) % 16 != 0) {
     throw std::runtime_error("a store is not 16-byte aligned");
   }
