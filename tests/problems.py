@@ -15,6 +15,17 @@ from fused_rope_xattn import cross_attention, plan
 from fused_rope_xattn.verify.cases import Case, Inputs, draw_inputs, kernels_must_cover
 
 
+class Sizes(NamedTuple):
+    """Of attention, as the kernels take them."""
+
+    B: int
+    Tq: int
+    Tk: int
+    H: int
+    Hkv: int
+    D: int
+
+
 class Target(NamedTuple):
     """A device and the path that is forced on it."""
 

@@ -17,20 +17,9 @@ from fused_rope_xattn.config import RotationSpec
 from fused_rope_xattn.ops import UNTURNED, ScoreOptions, Turning, TurningTensors
 from fused_rope_xattn.verify.accuracy import assert_accurate
 from fused_rope_xattn.verify.cases import Case
-from problems import assert_tensor_near
+from problems import Sizes, assert_tensor_near
 
 H200_SMS = 132
-
-
-class Sizes(NamedTuple):
-    """Of attention, as the kernels' planner takes them."""
-
-    B: int
-    Tq: int
-    Tk: int
-    H: int
-    Hkv: int
-    D: int
 
 
 @pytest.fixture(scope="module")

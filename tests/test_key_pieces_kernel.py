@@ -19,19 +19,10 @@ from formulas import plain_norm_rope
 from fused_rope_xattn import dropout
 from fused_rope_xattn.config import NormSpec, RotationSpec
 from margins import Margins
-from problems import assert_tensor_near
+from problems import Sizes, assert_tensor_near
 
 SCALE, BASE = 0.2, 1024.0  # as attention_backward_emulated.cpp says
 KEYS = 128  # a block's
-
-
-class Sizes(NamedTuple):
-    B: int
-    Tq: int
-    Tk: int
-    H: int
-    Hkv: int
-    D: int
 
 
 class Options(NamedTuple):

@@ -18,6 +18,7 @@ from ext.build import load_extension
 from formulas import plain_turned_back
 from fused_rope_xattn.config import RotationSpec
 from margins import Margins
+from problems import Sizes
 
 SCALE, KEEP_SCALE = 0.2, 1.25
 KEYS, STRIP = 128, 16  # keys a block, rows a warp
@@ -25,17 +26,8 @@ KINDS = "implicit", "int32", "int64", "float32", "float64"  # as PositionType co
 TABLES = "table", "table_heads", "table_batch", "table_full", "table_full_heads"
 
 
-class Sizes(NamedTuple):
-    B: int
-    Tq: int
-    Tk: int
-    H: int
-    Hkv: int
-    D: int
-
-    @property
-    def padded(self) -> int:
-        return next(d for d in (32, 64, 128, 256) if d >= self.D)
+def padded_dim(sizes: Sizes) -> int:
+    return next(d for d in (32, 64, 128, 256) if d >= sizes.D)
 
 
 class Side(NamedTuple):
@@ -181,13 +173,13 @@ def draw(case: Case) -> Problem:
     s = case.sizes
     sides = draw_side(case, s.Tq, s.H), draw_side(case, s.Tk, s.Hkv)
     dq = torch.randn(case.splits, s.B, s.H, s.Tq, s.D)
-    given = {"dq_parts": as_fragments(padded_parts(dq, 64, s.padded)).flatten()}
+    given = {"dq_parts": as_fragments(padded_parts(dq, 64, padded_dim(s))).flatten()}
     want = {"dq": turned_back(SCALE * dq.double().sum(0), sides[0])}
     first, pieces = case.cut
     if pieces > 1:
         parts = torch.randn(pieces, 2, s.B, s.Hkv, s.Tk, s.D)
         dk, dv = parts.double().sum(0)
-        given["dkv_parts"] = key_fragments(parts, first, s.padded)
+        given["dkv_parts"] = key_fragments(parts, first, padded_dim(s))
         want |= {"dk": turned_back(SCALE * dk, sides[1]), "dv": KEEP_SCALE * dv.transpose(1, 2)}
     return Problem(given, want, sides)
 
