@@ -21,7 +21,7 @@ TILE = 128  # rows and columns of a result that a block of the kernel computes
 DEPTH = 64  # of the common dimension, a step of a block
 MOST_TERMS = 8  # of a launch
 # A block alone takes 0.3 us a step, and launches of their own 4 us a product.
-FEW_STEPS = 48
+FEW_STEPS = 48  # with more, and few tiles, blocks share the depth: see gradient_splits() in C++
 FEW_STEPS_ALONE = 12  # the most that was measured to gain
 LARGEST = 2**36  # multiplications; beyond, each product fills the GPU by itself
 
@@ -52,6 +52,10 @@ class Product(NamedTuple):
     def steps(self) -> int:
         """How long a block works at a tile."""
         return sum(-(-_num_tokens(y) // DEPTH) for _, y in self.terms)
+
+    def is_shared(self, num_sms: int) -> bool:
+        """Whether several blocks share a tile's depth, if that is more than a few steps."""
+        return self.over_tokens and 4 * self.tiles <= num_sms
 
 
 def _num_tokens(x: Tensor) -> int:
@@ -90,10 +94,12 @@ def obstacle(products: list[Product], num_sms: int, tf32: bool = False) -> str |
         return "an operand is not contiguous"
     if sum(math.prod(p.sizes) for p in products) > LARGEST:
         return "each fills the GPU by itself"
-    # Blocks do not share a tile: none may take long, and longer than all together. Compared one by
-    # one, since a maximum would tie a compiled graph to the order of the lengths.
+    # Where blocks do not share a tile, none may take long, and longer than all together. Compared
+    # one by one, since a maximum would tie a compiled graph to the order of the lengths. In TF32
+    # long operands are copied first, which torch does without: there none counts as shared.
     work = sum(p.steps * p.tiles for p in products)
-    if any(p.steps > FEW_STEPS and p.steps * num_sms > work for p in products):
+    alone = [p for p in products if tf32 or not p.is_shared(num_sms)]
+    if any(p.steps > FEW_STEPS and p.steps * num_sms > work for p in alone):
         return "the deepest has too few tiles for the GPU"
     return None
 

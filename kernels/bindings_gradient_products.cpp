@@ -118,6 +118,14 @@ std::vector<Tensor> gradient_products(std::vector<Tensor> left, std::vector<Tens
     replace_operands(group, copies);
     copies.make(stream);
   }
+  plan_gradient_products(group, current_gpu().num_sms);
+  std::vector<Tensor> parts;  // which must outlive the launches' enqueueing
+  for (int i = 0; i < group.num_products; ++i) {
+    GradientProduct& p = group.products[i];
+    if (p.splits == 1) continue;
+    parts.push_back(empty(left[0], {gradient_part_floats(p)}, ScalarType::Float));
+    p.parts = static_cast<float*>(parts.back().data_ptr());
+  }
   run_gradient_products_sm90(group, stream);
   return results;
 }

@@ -69,15 +69,16 @@ __device__ __forceinline__ void load_slabs(unsigned char* operand, const CUtenso
 template <class Element>
 __device__ __forceinline__ void produce(const GradientKernelParams& params,
                                         const GradientProduct& p, GradientStorage& smem,
-                                        int first_row, int first_column) {
+                                        int first_row, int first_column, IndexRange steps) {
   RingPlace<kStages> ring(0);
   for (int term = p.first_term; term < p.end_term; ++term) {
     const CUtensorMap& left_map = params.left_maps[term];
     const CUtensorMap& right_map = params.right_maps[term];
     constexpr bool kIsTf32 = std::is_same_v<Element, Tf32>;
     constexpr int kDepth = kGradientDepthBytes / (kIsTf32 ? 4 : 2);
-    const int steps = ceil_div(params.group.terms[term].depth, kDepth);
-    for (int step = 0; step < steps; ++step) {
+    const int term_steps = ceil_div(params.group.terms[term].depth, kDepth);
+    const int end = smaller(term_steps, steps.end);
+    for (int step = larger(0, steps.begin); step < end; ++step) {
       const int depth = step * kDepth;
       uint64_t& full = smem.full[ring.stage];
       mbarrier_wait(smem.empty[ring.stage], ring.parity ^ 1);
@@ -94,6 +95,7 @@ __device__ __forceinline__ void produce(const GradientKernelParams& params,
       }
       ring.advance();
     }
+    steps = {steps.begin - term_steps, steps.end - term_steps};
   }
 }
 
@@ -163,14 +165,14 @@ __device__ __forceinline__ void store(const float (&accumulators)[kAccumulators]
 }
 
 // The same in fp32, 32 bytes a quad.
-__device__ __forceinline__ void store_wide(const float (&accumulators)[kAccumulators],
+__device__ __forceinline__ void store_wide(float* all, const float (&accumulators)[kAccumulators],
                                            const GradientProduct& p, int first_row,
                                            int first_column, int thread) {
   const int warp = thread / 32, g = thread % 32 / 4, t = thread % 4;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int row = first_row + 16 * warp + g + 8 * half;
-    float* const out = static_cast<float*>(p.out) + static_cast<int64_t>(row) * p.columns;
+    float* const out = all + static_cast<int64_t>(row) * p.columns;
 #pragma unroll
     for (int i = 0; i < kAccumulators; i += 4) {
       const int column = first_column + 2 * i + 2 * t;
@@ -203,7 +205,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   const int block = static_cast<int>(blockIdx.x);
   int which = 0;
   while (which + 1 < params.group.num_products &&
-         block >= params.group.products[which + 1].first_tile) {
+         block >= params.group.products[which + 1].first_block) {
     ++which;
   }
   const GradientProduct& p = params.group.products[which];
@@ -217,25 +219,30 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   // Whatever the operands come from may be under way until here.
   wait_for_previous_kernel();
   let_next_kernel_start();
-  const int tile = block - p.first_tile, row_tile = tile / p.column_tiles;
+  const int tile = (block - p.first_block) / p.splits, row_tile = tile / p.column_tiles;
+  const int split = block - p.first_block - tile * p.splits;
+  const IndexRange steps = part_of_range({0, p.steps}, split, p.splits);
   const int first_row = row_tile * kGradientTile;
   const int first_column = (tile - row_tile * p.column_tiles) * kGradientTile;
 
   if (warp == kProducerWarp) {
-    if (threadIdx.x % 32 == 0) produce<Element>(params, p, smem, first_row, first_column);
+    if (threadIdx.x % 32 == 0) produce<Element>(params, p, smem, first_row, first_column, steps);
   } else {
     const int consumer = warp / 4, thread = static_cast<int>(threadIdx.x) % kWarpgroup;
     float accumulators[kAccumulators] = {};
     const int row = first_row + consumer * kRowsPerConsumer;
-    if constexpr (std::is_same_v<Element, Tf32>) {
-      multiply<Element, false>(accumulators, smem, p.steps, consumer, thread % 32);
-      store_wide(accumulators, p, row, first_column, thread);
+    const int num_steps = steps.end - steps.begin;
+    constexpr bool kIsTf32 = std::is_same_v<Element, Tf32>;
+    if (p.over_tokens && !kIsTf32) {
+      multiply<Element, !kIsTf32>(accumulators, smem, num_steps, consumer, thread % 32);
     } else {
-      if (p.over_tokens) {
-        multiply<Element, true>(accumulators, smem, p.steps, consumer, thread % 32);
-      } else {
-        multiply<Element, false>(accumulators, smem, p.steps, consumer, thread % 32);
-      }
+      multiply<Element, false>(accumulators, smem, num_steps, consumer, thread % 32);
+    }
+    if (kIsTf32 || p.splits > 1) {
+      float* const out = p.splits > 1 ? p.parts + static_cast<int64_t>(split) * p.rows * p.columns
+                                      : static_cast<float*>(p.out);
+      store_wide(out, accumulators, p, row, first_column, thread);
+    } else if constexpr (!kIsTf32) {
       store<Element>(accumulators, p, row, first_column, thread);
     }
   }
@@ -244,20 +251,77 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
 #endif
 }
 
+// ---- sums of parts ----------------------------------------------------------------------------
+
+constexpr int kSumThreads = 256;
+constexpr int kSumVector = 8;  // elements of a thread
+
 template <class Element>
-void launch_gradient_products(const GradientKernelParams& params, int64_t tiles,
-                              CUstream_st* stream) {
-  constexpr const char* kName = "gradient_products_sm90";
-  prefer_shared_memory(gradient_products_sm90_kernel<Element>, kName);
-  launch_chained(gradient_products_sm90_kernel<Element>, kName, tiles, kThreads,
-                 sizeof(GradientStorage), stream, params);
+__global__ __launch_bounds__(kSumThreads) void sum_gradient_parts_kernel(
+    const __grid_constant__ GradientGroup90 group) {
+  int64_t index = int64_t{blockIdx.x} * kSumThreads + threadIdx.x;  // of vectors with parts
+  wait_for_previous_kernel();
+  let_next_kernel_start();
+  for (int n = 0; n < group.num_products; ++n) {
+    const GradientProduct& p = group.products[n];
+    if (p.splits == 1) continue;
+    const int64_t all = static_cast<int64_t>(p.rows) * p.columns, vectors = all / kSumVector;
+    if (index >= vectors) {
+      index -= vectors;
+      continue;
+    }
+    float sum[kSumVector] = {};
+    for (int split = 0; split < p.splits; ++split) {
+      const float* const part = p.parts + split * all + index * kSumVector;
+#pragma unroll
+      for (int i = 0; i < kSumVector; i += 4) {
+        const float4 x = *reinterpret_cast<const float4*>(part + i);
+        sum[i] += x.x;
+        sum[i + 1] += x.y;
+        sum[i + 2] += x.z;
+        sum[i + 3] += x.w;
+      }
+    }
+    if constexpr (std::is_same_v<Element, Tf32>) {
+      float4* const out = static_cast<float4*>(p.out) + 2 * index;
+      out[0] = make_float4(sum[0], sum[1], sum[2], sum[3]);
+      out[1] = make_float4(sum[4], sum[5], sum[6], sum[7]);
+    } else {
+      static_cast<uint4*>(p.out)[index] =
+          make_uint4(pack<Element>(sum[0], sum[1]), pack<Element>(sum[2], sum[3]),
+                     pack<Element>(sum[4], sum[5]), pack<Element>(sum[6], sum[7]));
+    }
+    return;
+  }
 }
 
-void run_gradient_products_sm90(GradientGroup90 group, CUstream_st* stream) {
+template <class Element>
+void launch_sum(const GradientGroup90& group, CUstream_st* stream) {
+  int64_t vectors = 0;
+  for (int i = 0; i < group.num_products; ++i) {
+    const GradientProduct& p = group.products[i];
+    if (p.splits > 1) vectors += static_cast<int64_t>(p.rows) * p.columns / kSumVector;
+  }
+  if (vectors == 0) return;
+  launch_chained(sum_gradient_parts_kernel<Element>, "sum_gradient_parts",
+                 ceil_div(vectors, int64_t{kSumThreads}), kSumThreads, 0, stream, group);
+}
+
+// ---- launch -----------------------------------------------------------------------------------
+
+template <class Element>
+void launch_gradient_products(const GradientKernelParams& params, CUstream_st* stream) {
+  constexpr const char* kName = "gradient_products_sm90";
+  prefer_shared_memory(gradient_products_sm90_kernel<Element>, kName);
+  launch_chained(gradient_products_sm90_kernel<Element>, kName, params.group.num_blocks, kThreads,
+                 sizeof(GradientStorage), stream, params);
+  launch_sum<Element>(params.group, stream);
+}
+
+void run_gradient_products_sm90(const GradientGroup90& group, CUstream_st* stream) {
   if (const char* obstacle = gradient_products_obstacle(group)) {
     throw std::runtime_error(std::string("fused_rope_xattn: ") + obstacle);
   }
-  const int64_t tiles = plan_gradient_products(group);
   GradientKernelParams params{};
   params.group = group;
   for (int i = 0; i < group.num_products; ++i) {
@@ -279,11 +343,11 @@ void run_gradient_products_sm90(GradientGroup90 group, CUstream_st* stream) {
     }
   }
   if (group.dtype == DType::kTF32) {
-    launch_gradient_products<Tf32>(params, tiles, stream);
+    launch_gradient_products<Tf32>(params, stream);
   } else if (group.dtype == DType::kBFloat16) {
-    launch_gradient_products<__nv_bfloat16>(params, tiles, stream);
+    launch_gradient_products<__nv_bfloat16>(params, stream);
   } else {
-    launch_gradient_products<__half>(params, tiles, stream);
+    launch_gradient_products<__half>(params, stream);
   }
 }
 

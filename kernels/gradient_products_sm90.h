@@ -33,14 +33,17 @@ struct GradientProduct {
   bool over_tokens;
   int32_t first_term, end_term;
   int32_t steps;         // in depth, of all terms
-  int32_t first_tile;    // in the launch
+  int32_t splits;        // blocks that share the depth of a tile
+  int32_t first_block;   // in the launch
   int32_t column_tiles;  // tiles go along rows
+  float* parts;          // [splits, rows, columns] where splits > 1
 };
 
 // Every tensor is contiguous and of one dtype.
 struct GradientGroup90 {
   DType dtype;
   int32_t num_products, num_terms;
+  int32_t num_blocks;
   GradientProduct products[kMaxGradientTerms];
   GradientTerm terms[kMaxGradientTerms];
 };
@@ -76,9 +79,22 @@ inline const char* gradient_products_obstacle(const GradientGroup90& group) {
   return nullptr;
 }
 
-// Deepest products first, so that what is left over at the end is short; without those that have no
-// results. Returns the number of tiles.
-inline int64_t plan_gradient_products(GradientGroup90& group) {
+inline int gradient_tiles(const GradientProduct& p) {
+  return ceil_div(p.rows, kGradientTile) * ceil_div(p.columns, kGradientTile);
+}
+
+// Gradients of narrow weights over many tokens are a few tiles that take long: then several blocks
+// share the depth of a tile. gradient_products.py relies on it.
+inline int gradient_splits(const GradientProduct& p, int num_sms) {
+  constexpr int kFewSteps = 48, kStepsAPart = 24;
+  const int tiles = gradient_tiles(p);
+  if (!p.over_tokens || p.steps <= kFewSteps || 4 * tiles > num_sms) return 1;
+  return std::min(ceil_div(p.steps, kStepsAPart), num_sms / tiles);
+}
+
+// Longest blocks first, so that what is left over at the end is short; without products that have
+// no results.
+inline void plan_gradient_products(GradientGroup90& group, int num_sms) {
   GradientProduct* const begin = group.products;
   GradientProduct* const end =
       std::remove_if(begin, begin + group.num_products,
@@ -89,20 +105,24 @@ inline int64_t plan_gradient_products(GradientGroup90& group) {
     for (int j = p->first_term; j < p->end_term; ++j) {
       p->steps += ceil_div(group.terms[j].depth, gradient_depth(group.dtype));
     }
+    p->splits = gradient_splits(*p, num_sms);
+    p->column_tiles = ceil_div(p->columns, kGradientTile);
   }
   std::stable_sort(begin, end, [](const GradientProduct& a, const GradientProduct& b) {
-    return a.steps > b.steps;
+    return ceil_div(a.steps, a.splits) > ceil_div(b.steps, b.splits);
   });
-  int64_t tiles = 0;
+  group.num_blocks = 0;
   for (GradientProduct* p = begin; p != end; ++p) {
-    p->first_tile = static_cast<int32_t>(tiles);
-    p->column_tiles = ceil_div(p->columns, kGradientTile);
-    tiles += static_cast<int64_t>(ceil_div(p->rows, kGradientTile)) * p->column_tiles;
+    p->first_block = group.num_blocks;
+    group.num_blocks += gradient_tiles(*p) * p->splits;
   }
-  return tiles;
 }
 
-// first_tile, column_tiles and steps are not read.
-void run_gradient_products_sm90(GradientGroup90 group, CUstream_st* stream);
+inline int64_t gradient_part_floats(const GradientProduct& p) {
+  return p.splits > 1 ? int64_t{p.splits} * p.rows * p.columns : 0;
+}
+
+// A planned group, whose products with parts have room for them.
+void run_gradient_products_sm90(const GradientGroup90& group, CUstream_st* stream);
 
 }  // namespace frx

@@ -134,7 +134,13 @@ def meta(tokens: int, inner: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
 def test_which_blocks_are_taken() -> None:
     mast3r = block_products(1536, 1536, 768, 768, 768)
     assert obstacle(mast3r) == "None"
-    assert "too few tiles" in obstacle(block_products(65536, 256, 128, 128, 128))
+    # Blocks share the depth of a few tiles, but no more than the GPU has room for.
+    assert obstacle(block_products(4096, 28736, 256, 256, 64)) == "None"
+    assert obstacle(block_products(65536, 256, 128, 128, 128)) == "None"
+    in_fp32 = block_products(4096, 28736, 256, 256, 64, dtype=torch.float32)
+    assert "too few tiles" in obstacle(in_fp32, tf32=True)  # copies first
+    wide, narrow = meta(65536, 768, 768), meta(64, 8, 8)
+    assert "too few tiles" in obstacle([of_weight(*wide[::2]), of_weight(*narrow[::2])])
     assert obstacle([p for p in mast3r if not p.over_tokens]) == "None"  # 24 steps at most
     assert obstacle(block_products(512, 512, 512, 512, 512)) == "None"
     assert "not two" in obstacle(mast3r[:1])
@@ -186,9 +192,10 @@ def test_the_kernel_has_the_same_tile() -> None:
         "kGradientTile": gradient_products.TILE,
         "kGradientDepthBytes": 2 * gradient_products.DEPTH,
         "kMaxGradientTerms": gradient_products.MOST_TERMS,
+        "kFewSteps": gradient_products.FEW_STEPS,
     }
     for name, value in numbers.items():
-        assert re.findall(rf"constexpr int {name} = (\d+);", text) == [str(value)]
+        assert re.findall(rf"constexpr int {name} = (\d+)[;,]", text) == [str(value)]
 
 
 # --------------------------------------------------------------------------------------- the call
@@ -354,6 +361,15 @@ def test_many_tiles(dtype: torch.dtype) -> None:
     options: dict[str, Any] = {"dtype": dtype, "device": "cuda"}
     assert_right(block_products(1536, 1536, 768, 768, 768, **options))
     assert_right(block_products(1000, 3000, 1032, 520, 1160, **options))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_blocks_that_share_a_depth(dtype: torch.dtype) -> None:
+    on_hopper()
+    options: dict[str, Any] = {"dtype": dtype, "device": "cuda"}
+    assert_right(block_products(4096, 28736, 256, 256, 64, **options))
+    assert_right(block_products(5000, 3073, 136, 72, 40, **options))
 
 
 @pytest.mark.gpu

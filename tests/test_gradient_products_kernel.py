@@ -45,6 +45,8 @@ CASES: dict[str, tuple[Sizes, ...]] = {
     "two terms": (tokens(70, 72, 136, 40), weight(72, 136, 65, 3)),
     "nothing to add": (weight(16, 24, 0), tokens(5, 8, 0, 0), weight(16, 24, 0, 9)),
     "no results": (tokens(0, 8, 8), weight(8, 0, 5), weight(8, 8, 5)),
+    "shared depth": (weight(72, 40, 3200), tokens(70, 40, 64)),
+    "shared by some": (weight(8, 136, 3137), weight(136, 8, 3000), weight(16, 24, 0, 3100)),
     "a block": (
         tokens(140, 72, 64),
         tokens(150, 40, 64, 64),
@@ -101,7 +103,7 @@ class Problem:
 def test_matches_definition(kernel: ModuleType, name: str, dtype: torch.dtype) -> None:
     for seed in range(2):
         problems = [Problem(sizes, dtype) for sizes in CASES[name]]
-        kernel.multiply([p.arguments() for p in problems], DTYPES[dtype], seed)
+        kernel.multiply([p.arguments() for p in problems], DTYPES[dtype], 8, seed)
         for problem in problems:
             problem.check()
 
@@ -111,11 +113,30 @@ def arguments(sizes: Sizes, start: int = 0) -> tuple[Any, ...]:
     return 0, sizes.rows, sizes.columns, sizes.over_tokens, terms
 
 
-def test_the_deepest_come_first(kernel: ModuleType) -> None:
+def test_the_longest_blocks_come_first(kernel: ModuleType) -> None:
     products = tokens(300, 136, 64), weight(8, 8, 700), tokens(0, 8, 8), tokens(5, 8, 640, 72)
-    order, tiles = kernel.plan([arguments(p) for p in products])
-    assert order == [(5, 12, 0), (8, 11, 1), (300, 1, 2)]
-    assert tiles == 2 + 3 * 2
+    order, blocks = kernel.plan([arguments(p) for p in products], 132)
+    assert order == [(5, 12, 1, 0), (8, 11, 1, 1), (300, 1, 1, 2)]
+    assert blocks == 2 + 3 * 2
+
+
+def test_few_deep_tiles_are_shared(kernel: ModuleType) -> None:
+    def splits(sizes: Sizes, num_sms: int = 132) -> int:
+        ((_, steps, found, _),), blocks = kernel.plan([arguments(sizes)], num_sms)
+        tiles = -(-sizes.rows // 128) * -(-sizes.columns // 128)
+        assert blocks == tiles * found and found <= max(1, steps)
+        return int(found)
+
+    assert splits(weight(256, 64, 28736)) == 19  # 449 steps
+    assert splits(weight(256, 256, 4096)) == 3
+    assert splits(weight(256, 256, 48 * 64)) == 1
+    assert splits(weight(768, 768, 65536)) == 1  # 36 tiles
+    assert splits(weight(640, 768, 65536)) == 4  # 30 tiles
+    assert splits(weight(128, 128, 10**6)) == 132
+    assert splits(tokens(128, 128, 65536)) == 1
+    # A shared product's blocks are short: others come before them.
+    order, _ = kernel.plan([arguments(weight(128, 128, 4096)), arguments(tokens(8, 8, 2560))], 132)
+    assert order == [(8, 40, 1, 0), (128, 64, 3, 1)]
 
 
 def test_obstacles(kernel: ModuleType) -> None:

@@ -4,6 +4,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <cmath>
 #include <tuple>
 #include <vector>
 
@@ -43,10 +44,18 @@ GradientGroup90 group_of(const std::vector<Product>& products, int dtype) {
   return group;
 }
 
-void multiply_all(const std::vector<Product>& products, int dtype, unsigned seed) {
+// num_sms: of the GPU that the launch is planned for. Parts start as NaN.
+void multiply_all(const std::vector<Product>& products, int dtype, int num_sms, unsigned seed) {
   hopper::smem = smem_bytes;
   hopper::seed() = seed;
-  run_gradient_products_sm90(group_of(products, dtype), nullptr);
+  GradientGroup90 group = group_of(products, dtype);
+  plan_gradient_products(group, num_sms);
+  std::vector<std::vector<float>> parts;
+  for (int i = 0; i < group.num_products; ++i) {
+    parts.emplace_back(gradient_part_floats(group.products[i]), std::nanf(""));
+    group.products[i].parts = parts.back().data();
+  }
+  run_gradient_products_sm90(group, nullptr);
 }
 
 std::string obstacle(const std::vector<Product>& products, int dtype) {
@@ -54,17 +63,18 @@ std::string obstacle(const std::vector<Product>& products, int dtype) {
   return found == nullptr ? "" : found;
 }
 
-// Of each product that has results: its rows, its steps and its first tile; then all tiles.
-std::pair<std::vector<std::tuple<int, int, int>>, int64_t> plan(
-    const std::vector<Product>& products) {
+// Of each product that has results: its rows, its steps, the blocks that share them, and its first
+// block; then all blocks.
+std::pair<std::vector<std::tuple<int, int, int, int>>, int> plan(
+    const std::vector<Product>& products, int num_sms) {
   GradientGroup90 group = group_of(products, static_cast<int>(DType::kBFloat16));
-  const int64_t tiles = plan_gradient_products(group);
-  std::vector<std::tuple<int, int, int>> order;
+  plan_gradient_products(group, num_sms);
+  std::vector<std::tuple<int, int, int, int>> order;
   for (int i = 0; i < group.num_products; ++i) {
     const GradientProduct& p = group.products[i];
-    order.emplace_back(p.rows, p.steps, p.first_tile);
+    order.emplace_back(p.rows, p.steps, p.splits, p.first_block);
   }
-  return {order, tiles};
+  return {order, group.num_blocks};
 }
 
 }  // namespace
