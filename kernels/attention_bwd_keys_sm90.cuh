@@ -158,8 +158,21 @@ __device__ __forceinline__ void make_dq(KeySideStorage<Config>& smem,
     }
   }
   if (lane == 0) cp_async_bulk_wait_read();
-  if (p.k_rotation.rotary_dim > 0 && !is_piece(p.key_cut, blockIdx.x)) {
+  if (p.k_rotation.rotary_dim > 0 && !is_piece(p.key_cut, item.index)) {
     named_barrier_arrive(kProductsDone, Config::kThreads - kWarpgroup);
+  }
+}
+
+// ---- score gradients that are kept ------------------------------------------------------------
+
+// A consumer warp's [16 keys, 64 queries], packed in pairs of queries: a register is a core matrix.
+__device__ __forceinline__ void keep_gradients(GradientTile& tile,
+                                               const uint32_t (&gradients)[kGradientQueries / 4],
+                                               int warp, int lane) {
+#pragma unroll
+  for (int i = 0; i < kGradientQueries / 4; ++i) {
+    CoreMatrix& matrix = tile[2 * warp + i % 2][i / 2];
+    reinterpret_cast<uint32_t*>(&matrix)[lane] = gradients[i];
   }
 }
 
@@ -183,7 +196,6 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     attention_backward_keys_sm90_kernel(const __grid_constant__ Sm90BackwardParams params) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   constexpr int kTileQ = Config::kTileQ, kHeadDim = Config::kHeadDim;
-  constexpr int kStagesQ = Config::kStagesQ, kStagesDout = Config::kStagesDout;
   extern __shared__ __align__(1024) unsigned char smem_bytes[];
   auto& smem = *reinterpret_cast<KeySideStorage<Config>*>(smem_bytes);
   const AttentionBackwardParams& p = params.attention;
@@ -198,7 +210,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   }
   __syncthreads();
 
-  const KeyItem item = locate_keys<Config>(p);
+  const KeyItem item = locate_keys<Config>(params);
   // The producer waits later: it first brings what was there before delta.
   if (warpgroup > 0) {
     if (params.follows_delta) wait_for_previous_kernel();
@@ -228,10 +240,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     const SmemDescriptor k_smem =
         swizzled_descriptor<kHeadRowBytes<kHeadDim>>(smem_address(smem.kv[0][0][first_row]), 0);
     const SmemDescriptor v_smem = k_smem + sizeof(smem.kv[0]);
-    const SmemDescriptor q_smem = swizzled_descriptor<kHeadRowBytes<kHeadDim>>(
-        smem_address(smem.q), Config::kSlabBytesQueries);
-    const SmemDescriptor dout_smem = swizzled_descriptor<kHeadRowBytes<kHeadDim>>(
-        smem_address(smem.dout), Config::kSlabBytesQueries);
+    const SmemDescriptor tiles_smem = swizzled_descriptor<kHeadRowBytes<kHeadDim>>(
+        smem_address(smem.tiles), Config::kSlabBytesQueries);
 
     float dk[kHeadDim / 2] = {}, dv[kHeadDim / 2] = {};
     uint32_t position = 0;  // in the rings
@@ -256,21 +266,22 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
       }
       for (int tile = item.query_tiles.begin; tile < item.query_tiles.end; ++tile, ++position) {
         const int first_query = tile * kTileQ;
-        const uint32_t q_stage = position % kStagesQ, dout_stage = position % kStagesDout;
-        const SmemDescriptor q_tile = q_smem + q_stage * sizeof(smem.q[0]);
-        const SmemDescriptor dout_tile = dout_smem + dout_stage * sizeof(smem.dout[0]);
+        const auto q_stage = Config::q_stage(position), dout_stage = Config::dout_stage(position);
+        const uint32_t statistics = position % Config::kStagesStatistics;
+        const SmemDescriptor q_tile = tiles_smem + q_stage.index * sizeof(smem.tiles[0]);
+        const SmemDescriptor dout_tile = tiles_smem + dout_stage.index * sizeof(smem.tiles[0]);
         float s[kTileQ / 2], ds[kTileQ / 2];
         uint32_t weights[kTileQ / 4], gradients[kTileQ / 4];
 
         // s = k q^T and dp = v dout^T
-        mbarrier_wait(smem.q_full[q_stage], position / kStagesQ & 1);
+        mbarrier_wait(smem.full[q_stage.index], q_stage.parity);
         pin_registers(s);
         wgmma_fence();
         multiply_dims<Element, kTileQ, kHeadDim>(s, k_smem, Config::kSlabBytesKeys, q_tile,
                                                  Config::kSlabBytesQueries);
         wgmma_commit_group();
-        mbarrier_wait(smem.dout_full[dout_stage], position / kStagesDout & 1);
-        if constexpr (Config::kDk) {
+        mbarrier_wait(smem.full[dout_stage.index], dout_stage.parity);
+        if constexpr (Config::kDs) {
           pin_registers(ds);
           wgmma_fence();
           multiply_dims<Element, kTileQ, kHeadDim>(ds, v_smem, Config::kSlabBytesKeys, dout_tile,
@@ -281,12 +292,13 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
         // Weights, while dp is multiplied
         [[maybe_unused]] DropoutBits<kTileQ> dropped;
         if constexpr (kDropout) dropped.draw(dropout, key_block, first_query / 16);
-        wgmma_wait_group<Config::kDk ? 1 : 0>();
+        wgmma_wait_group<Config::kDs ? 1 : 0>();
         pin_registers(s);
+        if (Config::kAlternates && lane == 0) mbarrier_arrive(smem.empty[q_stage.index]);
         const bool seen_by_all =
             item.first_key + first_row + kRowsPerConsumer <=
             keys_visible(first_query, p.sizes.num_queries, scores.key_count, scores.is_causal);
-        weigh_keys<kModified>(s, scores, &smem.lse_log2[q_stage][2 * t], item.first_key + row,
+        weigh_keys<kModified>(s, scores, &smem.lse_log2[statistics][2 * t], item.first_key + row,
                               first_query + 2 * t, seen_by_all);
 
         // dv += p^T dout
@@ -300,15 +312,15 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
           wgmma_commit_group();
         }
 
-        // ds, while dv is multiplied; dk += ds^T q
-        if constexpr (Config::kDk) {
+        // ds, while dv is multiplied
+        if constexpr (Config::kDs) {
           wgmma_wait_group<Config::kDv ? 1 : 0>();
           pin_registers(ds);
-          if (!Config::kDv && lane == 0) mbarrier_arrive(smem.dout_empty[dout_stage]);
+          if (!Config::kDv && lane == 0) mbarrier_arrive(smem.empty[dout_stage.index]);
 #pragma unroll
           for (int n = 0; n < kTileQ / 8; ++n) {
             const float2 delta =
-                *reinterpret_cast<const float2*>(&smem.delta[q_stage][8 * n + 2 * t]);
+                *reinterpret_cast<const float2*>(&smem.delta[statistics][8 * n + 2 * t]);
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
               const int at = 4 * n + i;
@@ -318,9 +330,18 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
             }
           }
           pack_weights<Element>(gradients, ds);
-          if constexpr (Config::kDq) {
-            hand_over_gradients<Config>(smem, gradients, position, consumer, thread);
-          }
+        }
+        if constexpr (Config::kDq) {
+          hand_over_gradients<Config>(smem, gradients, position, consumer, thread);
+        }
+        if constexpr (Config::kKeepsDs) {
+          keep_gradients(gradient_tile(p, item.block - params.window.first_block,
+                                       head - item.first_head, first_query),
+                         gradients, warp, lane);
+        }
+
+        // dk += ds^T q
+        if constexpr (Config::kDk) {
           pin_registers(dk);
           pin_registers(gradients);
           wgmma_fence();
@@ -333,14 +354,14 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
           wgmma_wait_group<Config::kDk ? 1 : 0>();
           pin_registers(dv);
           pin_registers(weights);
-          if (lane == 0) mbarrier_arrive(smem.dout_empty[dout_stage]);
+          if (lane == 0) mbarrier_arrive(smem.empty[dout_stage.index]);
         }
         if constexpr (Config::kDk) {
           wgmma_wait_group<0>();
           pin_registers(dk);
           pin_registers(gradients);
         }
-        if (lane == 0) mbarrier_arrive(smem.q_empty[q_stage]);
+        if (!Config::kAlternates && lane == 0) mbarrier_arrive(smem.empty[q_stage.index]);
         if constexpr (Config::kDq && !Config::kHasDqWarpgroup) {
           if (position % 2 == consumer) {
             float dq[kHeadDim / 2];
@@ -357,8 +378,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     // The kernel after this one relies on those before it as well.
     wait_for_previous_kernel();
     if (Config::kDq && !Config::kHasDqWarpgroup && lane == 0) cp_async_bulk_wait_read();
-    if (is_piece(p.key_cut, blockIdx.x)) {  // whoever sums the parts scales, turns and rounds
-      const int64_t piece = blockIdx.x - p.key_cut.first_block;
+    if (is_piece(p.key_cut, item.index)) {  // whoever sums the parts scales, turns and rounds
+      const int64_t piece = item.index - larger(params.window.first_index, p.key_cut.first_block);
       if constexpr (Config::kDk) {
         store_part(dkv_fragments<kHeadDim>(p, piece, kKeyGradientDk, warp, lane), dk);
       }
@@ -378,8 +399,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
       } else {
         named_barrier_sync(kProductsDone, Config::kThreads - kWarpgroup);
         using Rows = TurningRows<kHeadDim>;
-        static_assert(kConsumerWarps * sizeof(Rows) <=
-                      sizeof(smem.kv) + sizeof(smem.q) + sizeof(smem.dout));
+        static_assert(kConsumerWarps * sizeof(Rows) <= sizeof(smem.kv) + sizeof(smem.tiles));
         store_turned_back<Element>(p.dk, dk, p.scores.scale, p.k_rotation, params.turns,
                                    reinterpret_cast<Rows*>(smem_bytes)[warp], item.batch,
                                    item.kv_head, item.first_key + warp * kWarpRows,
@@ -393,13 +413,14 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
 }
 
 template <class Config, class Element, bool kDropout, bool kModified>
-void launch_backward_keys(const AttentionBackwardParams& p, bool follows_delta,
-                          cudaStream_t stream) {
+void launch_backward_keys(const AttentionBackwardParams& p, bool follows_delta, cudaStream_t stream,
+                          const KeyWindow& window) {
   const AttentionSizes& s = p.sizes;
   Sm90BackwardParams params;
   params.attention = p;
   params.turns = plan_turns(p.k_rotation);
   params.follows_delta = follows_delta;
+  params.window = window;
   params.q_map = make_heads_map(p.q, p.dtype, s.batch, s.num_queries, s.num_heads, s.head_dim,
                                 kSlabDims<Config::kHeadDim>, Config::kTileQ);
   params.dout_map = make_heads_map(p.dout, p.dtype, s.batch, s.num_queries, s.num_heads, s.head_dim,
@@ -410,15 +431,27 @@ void launch_backward_keys(const AttentionBackwardParams& p, bool follows_delta,
                                 kSlabDims<Config::kHeadDim>, kTileRows);
   static_assert(sizeof(KeySideStorage<Config>) <= kMaxSmemBytes);
   launch_chained(attention_backward_keys_sm90_kernel<Config, Element, kDropout, kModified>,
-                 "attention_backward_keys_sm90", key_blocks(s, p.key_cut), Config::kThreads,
+                 "attention_backward_keys_sm90",
+                 grid_index(p.key_cut, window.end_block) - window.first_index, Config::kThreads,
                  sizeof(KeySideStorage<Config>), stream, params);
 }
 
 template <class Config>
 void run_backward_keys(const AttentionBackwardParams& p, bool follows_delta, cudaStream_t stream) {
+  const KeyWindow all = {0, static_cast<int32_t>(key_blocks(p.sizes)), 0, 1};
   choose_backward_variant(p, [&](auto element, auto dropout, auto modified) {
     launch_backward_keys<Config, decltype(element), decltype(dropout)::value,
-                         decltype(modified)::value>(p, follows_delta, stream);
+                         decltype(modified)::value>(p, follows_delta, stream, all);
+  });
+}
+
+// dv of a window's keys, and the score gradients that dk and dq are made of.
+template <class Config>
+void run_backward_window(const AttentionBackwardParams& p, const KeyWindow& window,
+                         cudaStream_t stream) {
+  choose_plain_variant(p, [&](auto element, auto dropout) {
+    launch_backward_keys<Config, decltype(element), decltype(dropout)::value, false>(
+        p, true, stream, window);
   });
 }
 

@@ -10,10 +10,11 @@
 namespace frx {
 
 // kDk, kDv: which of the two the kernel makes. With 256 dims a thread's registers hold one only.
-// kDq: it also adds dq up. With at most 64 dims a third warpgroup does so; with 128, whose
+// kKeepsDs: score gradients are kept, for products that make dk and dq of them. kDq: it also adds
+// dq up. With at most 64 dims a third warpgroup does so; with 128, whose
 // consumers need its registers, the consumers in turns, a tile each.
 template <int kHeadDim_, int kTileQ_, int kStagesQ_, int kStagesDout_, bool kDk_, bool kDv_,
-          bool kDq_>
+          bool kDq_, bool kKeepsDs_ = false>
 struct KeySideConfig {
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kSlabs = kHeadDim / kSlabDims<kHeadDim>;
@@ -23,7 +24,14 @@ struct KeySideConfig {
   static constexpr bool kDk = kDk_;
   static constexpr bool kDv = kDv_;
   static constexpr bool kDq = kDq_;
+  static constexpr bool kKeepsDs = kKeepsDs_;
+  static constexpr bool kDs = kDk || kKeepsDs;  // it makes score gradients
   static constexpr bool kHasDqWarpgroup = kDq && kHeadDim <= 64;
+  // Tiles of Q and of dO have stages of their own, or, with kStagesDout == 0, alternate in those of
+  // Q: which is free as soon as scores are made, where dk does not need it.
+  static constexpr bool kAlternates = kStagesDout == 0;
+  static constexpr int kStages = kStagesQ + kStagesDout;
+  static constexpr int kStagesStatistics = kAlternates ? 2 : kStagesQ;
   static constexpr uint32_t kSlabBytesKeys = kTileRows * kHeadRowBytes<kHeadDim>;
   static constexpr uint32_t kSlabBytesQueries = kTileQ * kHeadRowBytes<kHeadDim>;
 
@@ -32,9 +40,28 @@ struct KeySideConfig {
   static constexpr int kMultiplierRegisters = kHasDqWarpgroup ? 200 : kConsumerRegisters;
   static constexpr int kDqRegisters = 88;
 
+  // Where the tile at a position of the walk over the queries is, and the parity of its phase.
+  struct Stage {
+    uint32_t index, parity;
+  };
+  static __device__ __forceinline__ Stage q_stage(uint32_t position) {
+    if constexpr (kAlternates) position *= 2;
+    return {position % kStagesQ, position / kStagesQ & 1};
+  }
+  static __device__ __forceinline__ Stage dout_stage(uint32_t position) {
+    if constexpr (kAlternates) {
+      position = 2 * position + 1;
+      return {position % kStagesQ, position / kStagesQ & 1};
+    } else {
+      return {kStagesQ + position % kStagesDout, position / kStagesDout & 1};
+    }
+  }
+
   // Dropout serves 16 x 16 corners of the score matrix.
   static_assert(kTileQ % 16 == 0 && kTileQ <= 256);
   static_assert(!kDq || (kDk && kDv && kTileQ == 64));
+  static_assert(!kKeepsDs || kTileQ == 64);
+  static_assert(!kAlternates || (!kDk && kStagesQ == 3));
 };
 
 // What dq is made of and leaves through: score gradients, [tile's parity][consumer's keys][query]
@@ -54,27 +81,21 @@ template <class Config>
 struct KeySideStorage : GradientStorage<Config> {
   using Row = HeadRow<Config::kHeadDim>;
   // Weights need k alone; their gradients need v too.
-  alignas(1024) Row kv[Config::kDk ? 2 : 1][Config::kSlabs][kTileRows];
-  alignas(1024) Row q[Config::kStagesQ][Config::kSlabs][Config::kTileQ];
-  alignas(1024) Row dout[Config::kStagesDout][Config::kSlabs][Config::kTileQ];
-  alignas(16) float lse_log2[Config::kStagesQ][Config::kTileQ];
-  alignas(16) float delta[Config::kStagesQ][Config::kTileQ];
+  alignas(1024) Row kv[Config::kDs ? 2 : 1][Config::kSlabs][kTileRows];
+  alignas(1024) Row tiles[Config::kStages][Config::kSlabs][Config::kTileQ];  // of Q and dO
+  alignas(16) float lse_log2[Config::kStagesStatistics][Config::kTileQ];
+  alignas(16) float delta[Config::kStagesStatistics][Config::kTileQ];
   uint64_t kv_full;
-  uint64_t q_full[Config::kStagesQ], q_empty[Config::kStagesQ];  // with lse and delta
-  uint64_t dout_full[Config::kStagesDout], dout_empty[Config::kStagesDout];
+  uint64_t full[Config::kStages], empty[Config::kStages];  // Q's: with lse and delta
 };
 
 // One thread. A full barrier completes by the copy's bytes, an empty one by every warp that reads.
 template <class Config>
 __device__ __forceinline__ void init_barriers(KeySideStorage<Config>& smem) {
-  mbarrier_init(smem.kv_full, Config::kDk ? 2 : 1);
-  for (int stage = 0; stage < Config::kStagesQ; ++stage) {
-    mbarrier_init(smem.q_full[stage], 2);  // the copy and the statistics
-    mbarrier_init(smem.q_empty[stage], kConsumerWarps);
-  }
-  for (int stage = 0; stage < Config::kStagesDout; ++stage) {
-    mbarrier_init(smem.dout_full[stage], 1);
-    mbarrier_init(smem.dout_empty[stage], kConsumerWarps);
+  mbarrier_init(smem.kv_full, Config::kDs ? 2 : 1);
+  for (int stage = 0; stage < Config::kStages; ++stage) {
+    mbarrier_init(smem.full[stage], stage < Config::kStagesQ ? 2 : 1);  // the copy, statistics
+    mbarrier_init(smem.empty[stage], kConsumerWarps);
   }
   if constexpr (Config::kHasDqWarpgroup) {
     for (int parity = 0; parity < 2; ++parity) {
@@ -86,6 +107,8 @@ __device__ __forceinline__ void init_barriers(KeySideStorage<Config>& smem) {
 }
 
 struct KeyItem {
+  int index;  // in the grid of all windows
+  int block;  // of keys
   int64_t batch;
   int kv_head;
   int first_head, end_head;  // the query heads that share the keys
@@ -97,11 +120,14 @@ struct KeyItem {
 // keys are seen by most queries, so the longest blocks start first. A piece has its share of the
 // query tiles, of every head.
 template <class Config>
-__device__ __forceinline__ KeyItem locate_keys(const AttentionBackwardParams& p) {
+__device__ __forceinline__ KeyItem locate_keys(const Sm90BackwardParams& params) {
+  const AttentionBackwardParams& p = params.attention;
   const int num_key_tiles = ceil_div(p.sizes.num_keys, kTileRows);
   const int group = p.sizes.num_heads / p.sizes.num_kv_heads;
   KeyItem item;
-  const KeyBlock place = key_block_of(p.key_cut, blockIdx.x);
+  item.index = params.window.first_index + blockIdx.x;
+  const KeyBlock place = key_block_of(p.key_cut, item.index);
+  item.block = place.block;
   const int rest = place.block / num_key_tiles;
   item.first_key = (place.block - rest * num_key_tiles) * kTileRows;
   item.batch = rest / p.sizes.num_kv_heads;
@@ -111,7 +137,7 @@ __device__ __forceinline__ KeyItem locate_keys(const AttentionBackwardParams& p)
   const int keys = key_count(p.scores.kv_lengths, item.batch, p.sizes.num_keys);
   item.query_tiles = query_tiles_of_keys(item.first_key, Config::kTileQ, p.sizes.num_queries, keys,
                                          p.scores.is_causal);
-  if (is_piece(p.key_cut, blockIdx.x)) {
+  if (is_piece(p.key_cut, item.index)) {
     item.query_tiles = part_of_range(item.query_tiles, place.piece, p.key_cut.pieces);
   }
   return item;
@@ -126,7 +152,7 @@ __device__ __forceinline__ void produce_queries(KeySideStorage<Config>& smem,
   const AttentionBackwardParams& p = params.attention;
   if (lane == 0) {
     load_tile(smem.kv[0], params.k_map, smem.kv_full, item.first_key, item.kv_head, item.batch);
-    if constexpr (Config::kDk) {
+    if constexpr (Config::kDs) {
       load_tile(smem.kv[1], params.v_map, smem.kv_full, item.first_key, item.kv_head, item.batch);
     }
   }
@@ -135,18 +161,20 @@ __device__ __forceinline__ void produce_queries(KeySideStorage<Config>& smem,
     const int64_t batch_head = item.batch * p.sizes.num_heads + head;
     for (int tile = item.query_tiles.begin; tile < item.query_tiles.end; ++tile, ++position) {
       const int first_query = tile * Config::kTileQ;
-      const uint32_t q_stage = position % Config::kStagesQ;
-      const uint32_t dout_stage = position % Config::kStagesDout;
-      mbarrier_wait(smem.q_empty[q_stage], (position / Config::kStagesQ & 1) ^ 1);
+      const auto q_stage = Config::q_stage(position), dout_stage = Config::dout_stage(position);
+      const uint32_t statistics = position % Config::kStagesStatistics;
+      mbarrier_wait(smem.empty[q_stage.index], q_stage.parity ^ 1);
       if (lane == 0) {
-        load_tile(smem.q[q_stage], params.q_map, smem.q_full[q_stage], first_query, head,
-                  item.batch);
+        load_tile(smem.tiles[q_stage.index], params.q_map, smem.full[q_stage.index], first_query,
+                  head, item.batch);
       }
       const auto load_dout = [&] {
-        mbarrier_wait(smem.dout_empty[dout_stage], (position / Config::kStagesDout & 1) ^ 1);
+        mbarrier_wait(smem.empty[dout_stage.index], dout_stage.parity ^ 1);
         if (lane == 0) {
-          load_tile(smem.dout[dout_stage], params.dout_map, smem.dout_full[dout_stage], first_query,
-                    head, item.batch);
+          load_tile(smem.tiles[dout_stage.index], params.dout_map, smem.full[dout_stage.index],
+                    first_query, head, item.batch);
+          // Where Q was or will be there is an arrival more.
+          if (Config::kAlternates) mbarrier_arrive(smem.full[dout_stage.index]);
         }
       };
       // The first dO comes before delta is there. Later ones may wait for room, and statistics,
@@ -156,13 +184,13 @@ __device__ __forceinline__ void produce_queries(KeySideStorage<Config>& smem,
         if (params.follows_delta) wait_for_previous_kernel();
       }
       for (int i = lane; i < Config::kTileQ; i += 32) {
-        smem.lse_log2[q_stage][i] = row_lse_log2(p, batch_head, first_query + i);
-        if constexpr (Config::kDk) {
-          smem.delta[q_stage][i] = row_delta(p, batch_head, first_query + i);
+        smem.lse_log2[statistics][i] = row_lse_log2(p, batch_head, first_query + i);
+        if constexpr (Config::kDs) {
+          smem.delta[statistics][i] = row_delta(p, batch_head, first_query + i);
         }
       }
       __syncwarp();  // every lane's statistics are written
-      if (lane == 0) mbarrier_arrive(smem.q_full[q_stage]);
+      if (lane == 0) mbarrier_arrive(smem.full[q_stage.index]);
       if (position > 0) load_dout();
     }
   }

@@ -108,25 +108,22 @@ __device__ __forceinline__ float score_gradient(float p, float dp, float delta, 
   return p * fmaf(dropped ? 0.f : dp, keep_scale, -delta);
 }
 
-inline bool is_modified(const ScoreModifiers& m) {
-  return m.bias.data != nullptr || m.keep_mask.data != nullptr || m.key_keep != nullptr;
-}
-
-// Calls run(Element{}, std::bool_constant<kDropout>{}, std::bool_constant<kModified>{}) with what
-// the problem needs. kModified: a bias, a mask over scores or removed keys.
+// Calls run(Element{}, std::bool_constant<kDropout>{}) with what the problem needs.
 template <class Run>
-void choose_backward_variant(const AttentionBackwardParams& p, Run run) {
-  const bool has_dropout = p.scores.seed != nullptr;
+void choose_plain_variant(const AttentionBackwardParams& p, Run run) {
   const auto choose = [&](auto element) {
-    if (is_modified(p.scores)) {
-      has_dropout ? run(element, std::true_type{}, std::true_type{})
-                  : run(element, std::false_type{}, std::true_type{});
-    } else {
-      has_dropout ? run(element, std::true_type{}, std::false_type{})
-                  : run(element, std::false_type{}, std::false_type{});
-    }
+    p.scores.seed != nullptr ? run(element, std::true_type{}) : run(element, std::false_type{});
   };
   p.dtype == DType::kBFloat16 ? choose(__nv_bfloat16{}) : choose(__half{});
+}
+
+// The same with std::bool_constant<kModified>{}: a bias, a mask over scores or removed keys.
+template <class Run>
+void choose_backward_variant(const AttentionBackwardParams& p, Run run) {
+  choose_plain_variant(p, [&](auto element, auto dropout) {
+    is_modified(p.scores) ? run(element, dropout, std::true_type{})
+                          : run(element, dropout, std::false_type{});
+  });
 }
 
 // ---- results ----------------------------------------------------------------------------------
@@ -148,11 +145,33 @@ FRX_HOST_DEVICE float* dq_fragments(const AttentionBackwardParams& p, int part, 
 // The same of the 16 keys of a consumer's warp in dkv_parts. `piece` counts from the first one on.
 enum KeyGradient : int { kKeyGradientDk, kKeyGradientDv, kKeyGradients };
 
+// With windows of score gradients dk has no parts.
+FRX_HOST_DEVICE int first_part_gradient(const AttentionBackwardParams& p) {
+  return p.windows.blocks > 0 ? kKeyGradientDv : kKeyGradientDk;
+}
+
 template <int kHeadDim>
 FRX_HOST_DEVICE float* dkv_fragments(const AttentionBackwardParams& p, int64_t piece, int gradient,
                                      int warp, int lane) {
-  const int64_t strip = (piece * kKeyGradients + gradient) * kConsumerWarps + warp;
+  const int first = first_part_gradient(p);
+  const int64_t strip =
+      (piece * (kKeyGradients - first) + gradient - first) * kConsumerWarps + warp;
   return p.dkv_parts + strip * 16 * kHeadDim + 4 * lane;
+}
+
+// Score gradients of a window: of a block's 128 keys and 64 queries, [8 keys][8 queries] core
+// matrices (wgmma_sm90.cuh) of a row for each key. Then come the other queries, the query heads
+// that share the keys, and the blocks.
+constexpr int kGradientQueries = 64;
+using CoreMatrix = uint16_t[8][8];
+using GradientTile = CoreMatrix[kKeysPerBlock / 8][kGradientQueries / 8];
+
+FRX_HOST_DEVICE GradientTile& gradient_tile(const AttentionBackwardParams& p, int64_t window_block,
+                                            int head_of_group, int query) {
+  const int group = p.sizes.num_heads / p.sizes.num_kv_heads;
+  const int tiles = ceil_div(p.sizes.num_queries, kGradientQueries);
+  const int64_t index = (window_block * group + head_of_group) * tiles + query / kGradientQueries;
+  return static_cast<GradientTile*>(p.windows.gradients)[index];
 }
 
 // factor * x into rows `row` and `row` + 8 of one head of a [B, T, H, D] view, 16 bytes a lane.

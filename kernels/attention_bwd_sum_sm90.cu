@@ -57,7 +57,8 @@ struct SumParams {
   AttentionBackwardParams attention;
   SummedSide sides[kSides];
   SummedTensor tensors[kKeyGradients + 1];  // dq behind dk and dv
-  int32_t key_blocks;  // of the grid, the first ones: theirs are the most parts
+  int32_t key_blocks;      // of the grid, the first ones: theirs are the most parts
+  int32_t first_gradient;  // of keys that have parts
 };
 
 // A block's shared memory, behind which lie the angles of its strips.
@@ -108,7 +109,8 @@ __device__ __forceinline__ const float* locate_parts(const AttentionBackwardPara
     return dq_fragments<kHeadDim>(p, 0, batch_head, strip.first_row, lane);
   }
   const int64_t piece = static_cast<int64_t>(strip.band / kConsumerWarps) * p.key_cut.pieces;
-  return dkv_fragments<kHeadDim>(p, piece, strip.within, strip.band % kConsumerWarps, lane);
+  return dkv_fragments<kHeadDim>(p, piece, first_part_gradient(p) + strip.within,
+                                 strip.band % kConsumerWarps, lane);
 }
 
 // ---- angles -----------------------------------------------------------------------------------
@@ -288,7 +290,8 @@ __global__ __launch_bounds__(kThreads, kHeadDim <= 128 ? 4 : 2) void sum_parts_k
   for (int index = first_strip + slot; index < end_strip; index += kStrips) {
     const Strip strip = locate_strip(side, of_queries, index);
     const float* parts = locate_parts<kHeadDim>(params.attention, of_queries, strip, lane);
-    const SummedTensor& tensor = params.tensors[of_queries ? kKeyGradients : strip.within];
+    const SummedTensor& tensor =
+        params.tensors[of_queries ? kKeyGradients : params.first_gradient + strip.within];
     wait_for_previous_kernel();  // at once from the second strip on
     let_next_kernel_start();
     sum_parts<kHeadDim>(x, parts, side, tensor.factor, half, lane);
@@ -317,23 +320,24 @@ int strips_a_block(const SummedSide& side) {
 }
 
 template <int kHeadDim>
-SumParams plan_sum(const AttentionBackwardParams& p) {
+SumParams plan_sum(const AttentionBackwardParams& p, IndexRange cut_blocks) {
   const AttentionSizes& s = p.sizes;
   SumParams params = {p};
   SummedSide& keys = params.sides[kKeySide];
   SummedSide& queries = params.sides[kQuerySide];
   keys.num_rows = s.num_keys;
-  keys.band_strips = make_divisor(kKeyGradients);
+  const int key_gradients = kKeyGradients - first_part_gradient(p);
+  params.first_gradient = first_part_gradient(p);
+  keys.band_strips = make_divisor(key_gradients);
   keys.group_bands = make_divisor(ceil_div(s.num_keys, kTileRows) * kConsumerWarps);
   keys.batch_groups = make_divisor(s.num_kv_heads);
   if (p.dkv_parts != nullptr) {
-    keys.rotation = p.k_rotation;
+    if (first_part_gradient(p) == kKeyGradientDk) keys.rotation = p.k_rotation;
     keys.num_parts = p.key_cut.pieces;
-    keys.part_floats =
-        dkv_fragments<kHeadDim>(p, 1, 0, 0, 0) - dkv_fragments<kHeadDim>(p, 0, 0, 0, 0);
-    keys.first_band = p.key_cut.first_block * kConsumerWarps;
-    keys.strips = static_cast<int32_t>(key_blocks(s) - p.key_cut.first_block) * kConsumerWarps *
-                  kKeyGradients;
+    keys.part_floats = dkv_fragments<kHeadDim>(p, 1, kKeyGradientDv, 0, 0) -
+                       dkv_fragments<kHeadDim>(p, 0, kKeyGradientDv, 0, 0);
+    keys.first_band = cut_blocks.begin * kConsumerWarps;
+    keys.strips = (cut_blocks.end - cut_blocks.begin) * kConsumerWarps * key_gradients;
   }
   const int query_bands = ceil_div(s.num_queries, kWarpRows);
   queries.num_rows = s.num_queries;
@@ -375,8 +379,8 @@ size_t table_bytes(const SummedSide& side) {
 }
 
 template <int kHeadDim>
-void launch_sum(const AttentionBackwardParams& p, cudaStream_t stream) {
-  const SumParams params = plan_sum<kHeadDim>(p);
+void launch_sum(const AttentionBackwardParams& p, IndexRange cut_blocks, cudaStream_t stream) {
+  const SumParams params = plan_sum<kHeadDim>(p, cut_blocks);
   const SummedSide &keys = params.sides[kKeySide], &queries = params.sides[kQuerySide];
   const size_t smem_bytes =
       sizeof(StripRows<kHeadDim>) + std::max(table_bytes(keys), table_bytes(queries));
@@ -389,11 +393,12 @@ void launch_sum(const AttentionBackwardParams& p, cudaStream_t stream) {
 
 }  // namespace
 
-void attention_backward_sm90_sum(const AttentionBackwardParams& p, cudaStream_t stream) {
-  if (p.sizes.head_dim <= 32) return launch_sum<32>(p, stream);
-  if (p.sizes.head_dim <= 64) return launch_sum<64>(p, stream);
-  if (p.sizes.head_dim <= 128) return launch_sum<128>(p, stream);
-  launch_sum<256>(p, stream);
+void attention_backward_sm90_sum(const AttentionBackwardParams& p, IndexRange cut_blocks,
+                                 cudaStream_t stream) {
+  if (p.sizes.head_dim <= 32) return launch_sum<32>(p, cut_blocks, stream);
+  if (p.sizes.head_dim <= 64) return launch_sum<64>(p, cut_blocks, stream);
+  if (p.sizes.head_dim <= 128) return launch_sum<128>(p, cut_blocks, stream);
+  launch_sum<256>(p, cut_blocks, stream);
 }
 
 }  // namespace frx

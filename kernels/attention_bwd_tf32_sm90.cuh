@@ -253,12 +253,10 @@ void launch_backward_tf32(const AttentionBackwardParams& p, bool follows_copies,
 template <class Plain, class Modified>
 void run_backward_tf32(const AttentionBackwardParams& p, bool follows_copies, cudaStream_t stream) {
   const ScoreModifiers& m = p.scores;
-  const bool is_modified =
-      m.bias.data != nullptr || m.keep_mask.data != nullptr || m.key_keep != nullptr;
   const bool has_dropout = m.seed != nullptr;
-  if (is_modified && has_dropout) {
+  if (is_modified(m) && has_dropout) {
     launch_backward_tf32<Modified, true, true>(p, follows_copies, stream);
-  } else if (is_modified) {
+  } else if (is_modified(m)) {
     launch_backward_tf32<Modified, false, true>(p, follows_copies, stream);
   } else if (has_dropout) {
     launch_backward_tf32<Plain, true, false>(p, follows_copies, stream);

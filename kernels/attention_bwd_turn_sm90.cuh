@@ -21,12 +21,20 @@ struct PairTurns {
   uint64_t of_pair[kMostPairs];
 };
 
+// Blocks of keys: all, or those whose score gradients are kept (see gradient_windows.h).
+struct KeyWindow {
+  int32_t first_block, end_block;
+  int32_t first_index;  // in the grid of all windows
+  int32_t cluster;      // neighbours that walk over the same rows, 1 or 2
+};
+
 struct Sm90BackwardParams {
   CUtensorMap q_map, k_map, v_map, dout_map;
   AttentionBackwardParams attention;
   PairTurns turns;  // of the side whose gradient the kernel makes
   // delta, and dq_parts where they are added to, are of the kernel just before; if not, nothing is.
   bool follows_delta;
+  KeyWindow window;
 };
 
 inline PairTurns plan_turns(const RotationParams& r) {

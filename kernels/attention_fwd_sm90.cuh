@@ -350,12 +350,11 @@ struct Sm90ForwardConfigs {
 template <class Configs, class Element>
 void dispatch_attention_forward_sm90(const AttentionForwardParams& p, cudaStream_t stream) {
   const ScoreModifiers& m = p.scores;
-  const bool is_modified = m.bias.data != nullptr || m.keep_mask.data != nullptr ||
-                           m.key_keep != nullptr || !(m.scale > 0);
+  const bool modified = is_modified(m) || !(m.scale > 0);
   const bool has_dropout = m.seed != nullptr;
-  if (is_modified && has_dropout) {
+  if (modified && has_dropout) {
     launch_attention_forward_sm90<typename Configs::Modified, Element, true, true>(p, stream);
-  } else if (is_modified) {
+  } else if (modified) {
     launch_attention_forward_sm90<typename Configs::Modified, Element, false, true>(p, stream);
   } else if (has_dropout) {
     launch_attention_forward_sm90<typename Configs::Dropout, Element, true, false>(p, stream);

@@ -6,6 +6,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "gradient_windows.h"
 #include "key_pieces.h"
 #include "tensor_map.h"
 #include "transpose_heads_sm90.h"
@@ -182,20 +183,37 @@ int64_t dq_part_floats(const AttentionSizes& s) {
   return s.batch * s.num_heads * tiles_of(s.num_queries, 64) * 64 * backward_padded_dim(s.head_dim);
 }
 
+Sm90BackwardPlan plan_with_windows(const AttentionSizes& s, int padded_dim,
+                                   const WindowPlan& windows, int num_sms) {
+  const int splits = dq_splits_of_windows(s, windows.blocks, num_sms);
+  return {false,
+          splits,
+          splits * dq_part_floats(s),
+          windows.cut,
+          window_part_floats(s, windows, padded_dim),
+          windows.blocks,
+          windows.blocks * window_block_bytes(s)};
+}
+
 }  // namespace
 
 Sm90BackwardPlan plan_attention_backward_sm90(const AttentionBackwardParams& p, int num_sms) {
   const bool wants_dq = p.dq.data != nullptr, wants_dkv = p.dk.data != nullptr;
   const int padded_dim = backward_padded_dim(p.sizes.head_dim);
+  if (wants_dq && wants_dkv && p.sizes.head_dim > 128 && !p.scores.is_causal &&
+      !is_modified(p.scores)) {
+    const WindowPlan windows = plan_windows(p.sizes, padded_dim, num_sms);
+    if (windows.blocks > 0) return plan_with_windows(p.sizes, padded_dim, windows, num_sms);
+  }
   KeyCut cut = {0, 1};
   if (wants_dkv) cut = cut_last_wave(p.sizes, p.scores.is_causal, padded_dim, num_sms);
   const int64_t dkv_floats = dkv_part_floats(p.sizes, cut, padded_dim);
   // With 256 dims no registers are left for dq beside dk and dv.
   if (wants_dq && wants_dkv && !p.deterministic && p.sizes.head_dim <= 128) {
-    return {true, 1, dq_part_floats(p.sizes), cut, dkv_floats};
+    return {true, 1, dq_part_floats(p.sizes), cut, dkv_floats, 0, 0};
   }
   const int splits = wants_dq ? split_keys_of_dq(p.sizes, num_sms) : 1;
-  return {false, splits, splits > 1 ? splits * dq_part_floats(p.sizes) : 0, cut, dkv_floats};
+  return {false, splits, splits > 1 ? splits * dq_part_floats(p.sizes) : 0, cut, dkv_floats, 0, 0};
 }
 
 void run_attention_backward_sm90(const AttentionBackwardParams& params, cudaStream_t stream) {
@@ -210,11 +228,14 @@ void run_attention_backward_sm90(const AttentionBackwardParams& params, cudaStre
     attention_backward_sm90_d64(params, stream);
   } else if (sizes.head_dim <= 128) {
     attention_backward_sm90_d128(params, stream);
+  } else if (params.windows.blocks > 0) {
+    attention_backward_sm90_windows_d256(params, stream);
   } else {
     attention_backward_sm90_d256(params, stream);
   }
+  if (params.windows.blocks > 0) return;
   if (params.dq_parts != nullptr || params.dkv_parts != nullptr) {
-    attention_backward_sm90_sum(params, stream);
+    attention_backward_sm90_sum(params, cut_blocks(sizes, params.key_cut), stream);
   }
 }
 

@@ -4,6 +4,7 @@
 
 #include <cuda_runtime.h>
 
+#include "mask.cuh"
 #include "params.h"
 
 namespace frx {
@@ -92,6 +93,8 @@ struct Sm90BackwardPlan {
   int64_t dq_parts_floats;  // 0: no workspace
   KeyCut key_cut;
   int64_t dkv_parts_floats;  // likewise
+  int32_t window_blocks;     // 0: no windows of score gradients
+  int64_t window_bytes;
 };
 
 // Reads sizes, causality, which gradients are wanted, and `deterministic`.
@@ -106,6 +109,10 @@ void attention_backward_sm90_d32(const AttentionBackwardParams& params, cudaStre
 void attention_backward_sm90_d64(const AttentionBackwardParams& params, cudaStream_t stream);
 void attention_backward_sm90_d128(const AttentionBackwardParams& params, cudaStream_t stream);
 void attention_backward_sm90_d256(const AttentionBackwardParams& params, cudaStream_t stream);
-void attention_backward_sm90_sum(const AttentionBackwardParams& params, cudaStream_t stream);
+void attention_backward_sm90_windows_d256(const AttentionBackwardParams& params,
+                                          cudaStream_t stream);
+// Of the blocks of keys that are cut, those whose parts there are.
+void attention_backward_sm90_sum(const AttentionBackwardParams& params, IndexRange cut_blocks,
+                                 cudaStream_t stream);
 
 }  // namespace frx

@@ -170,7 +170,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
   }
 
   const Gpu gpu = current_gpu();
-  OptionalTensor dq_parts, dkv_parts, copies;
+  OptionalTensor dq_parts, dkv_parts, window, copies;
   if (!kPortable && gpu.capability == 90 && attention_backward_tf32_sm90_pays(p)) {
     p.use_sm90 = true;
     p.weight_scale = nullptr;  // o is not rounded: delta needs no sums of rows
@@ -193,6 +193,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
     if (plan.dkv_parts_floats > 0) {
       dkv_parts = empty(q, {plan.dkv_parts_floats}, ScalarType::Float);
       p.dkv_parts = data_as<float>(dkv_parts);
+    }
+    if (plan.window_blocks > 0) {
+      window = empty(q, {plan.window_bytes}, ScalarType::Byte);
+      p.windows = {plan.window_blocks, data_as<void>(window)};
     }
   }
   const cudaStream_t stream = current_stream(q.get_device_index());

@@ -44,13 +44,27 @@ inline int64_t key_blocks(const AttentionSizes& s, const KeyCut& cut) {
   return cut.pieces > 1 ? cut.first_block + num_pieces(s, cut) : key_blocks(s);
 }
 
-// Parts of dk and of dv.
-inline int64_t dkv_part_floats(const AttentionSizes& s, const KeyCut& cut, int padded_dim) {
-  return num_pieces(s, cut) * 2 * kKeysPerBlock * padded_dim;
+// Parts of dk and of dv; of the latter only where dk has none.
+inline int64_t dkv_part_floats(const AttentionSizes& s, const KeyCut& cut, int padded_dim,
+                               int gradients = 2) {
+  return num_pieces(s, cut) * gradients * kKeysPerBlock * padded_dim;
+}
+
+// Those that are cut.
+inline IndexRange cut_blocks(const AttentionSizes& s, const KeyCut& cut) {
+  return {cut.first_block, static_cast<int>(key_blocks(s))};
+}
+
+// The grid's first block that has queries of that block's keys.
+inline int64_t grid_index(const KeyCut& cut, int64_t block) {
+  return cut.pieces > 1 && block > cut.first_block
+             ? cut.first_block + (block - cut.first_block) * cut.pieces
+             : block;
 }
 
 // Which blocks to cut, if that is worth it. Lengths are the device's to know: every key counts.
-inline KeyCut cut_last_wave(const AttentionSizes& s, bool is_causal, int padded_dim, int num_sms) {
+inline KeyCut cut_last_wave(const AttentionSizes& s, bool is_causal, int padded_dim, int num_sms,
+                            int gradients = 2) {
   // All times in microseconds on an H200.
   const double tile_time =  // of 64 queries
       padded_dim == 32    ? 1.25
@@ -82,10 +96,10 @@ inline KeyCut cut_last_wave(const AttentionSizes& s, bool is_causal, int padded_
   double best_time = (1 - kLeastGain) * uncut_time;
   for (int pieces = 2; pieces <= std::min(kMaxPieces, query_tiles); ++pieces) {
     const KeyCut cut = {static_cast<int32_t>(whole_waves * num_sms), pieces};
-    if (dkv_part_floats(s, cut, padded_dim) > kMostPartFloats) break;
+    if (dkv_part_floats(s, cut, padded_dim, gradients) > kMostPartFloats) break;
     const int64_t waves = ceil_div(last_wave * pieces, static_cast<int64_t>(num_sms));
     // Every part is written and read.
-    const double bytes = 2.0 * sizeof(float) * dkv_part_floats(s, cut, padded_dim);
+    const double bytes = 2.0 * sizeof(float) * dkv_part_floats(s, cut, padded_dim, gradients);
     const double time = whole_time + waves * block_time(pieces) + kSumOverhead +
                         pieces * kPartTime + bytes / (num_sms * kBytesPerSm);
     if (time < best_time) {

@@ -71,6 +71,11 @@ struct ScoreModifiers {
   float keep_scale;  // 1 / (1 - p), or 0 when p == 1
 };
 
+// Whether more than causality and lengths decides over scores.
+inline bool is_modified(const ScoreModifiers& m) {
+  return m.bias.data != nullptr || m.keep_mask.data != nullptr || m.key_keep != nullptr;
+}
+
 struct AttentionForwardParams {
   AttentionSizes sizes;
   ScoreModifiers scores;
@@ -97,6 +102,12 @@ struct AttentionForwardParams {
 struct KeyCut {
   int32_t first_block;  // this one and all after it
   int32_t pieces;       // of each; 1: none is cut
+};
+
+// Score gradients of some blocks of keys at a time (see gradient_windows.h).
+struct GradientWindows {
+  int32_t blocks;  // of a window; 0: there are no windows
+  void* gradients;
 };
 
 struct AttentionBackwardParams {
@@ -133,6 +144,10 @@ struct AttentionBackwardParams {
   // Hopper only. Where blocks of keys are cut, the further kernel sums the parts of dk and dv too.
   KeyCut key_cut;
   float* dkv_parts;  // [pieces in the grid's order, dk and dv, 128 keys, D padded] likewise
+
+  // Hopper only. Then dq, in parts also if that is one, and dk, which has none, are made of score
+  // gradients that the kernel for dv left.
+  GradientWindows windows;
 };
 
 enum class NormKind : int { kNone = 0, kRms = 1, kLayer = 2 };

@@ -29,6 +29,18 @@ __device__ __forceinline__ void mbarrier_arrive(uint64_t& barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(smem_address(&barrier)) : "memory");
 }
 
+// At that of a block of the cluster.
+__device__ __forceinline__ void mbarrier_arrive_in_cluster(uint64_t& barrier, int rank) {
+  asm volatile(
+      "{\n"
+      ".reg .b32 address;\n"
+      "mapa.shared::cluster.u32 address, %0, %1;\n"
+      "mbarrier.arrive.shared::cluster.b64 _, [address];\n"
+      "}" ::"r"(smem_address(&barrier)),
+      "r"(rank)
+      : "memory");
+}
+
 __device__ __forceinline__ void mbarrier_arrive_expect_tx(uint64_t& barrier, uint32_t bytes) {
   asm volatile(
       "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(smem_address(&barrier)),
@@ -73,7 +85,21 @@ __device__ __forceinline__ void cp_async_bulk_tensor_4d(void* destination, const
       : "memory");
 }
 
-// The same of a 5-D tensor.
+// The same into the same place of several blocks of a cluster, those in `mask`; completes on the
+// barrier of each.
+__device__ __forceinline__ void cp_async_bulk_tensor_4d_multicast(void* destination,
+                                                                  const CUtensorMap& map,
+                                                                  uint64_t& barrier, int c0, int c1,
+                                                                  int c2, int c3, uint16_t mask) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::"
+      "cluster"
+      " [%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(smem_address(destination)),
+      "l"(&map), "r"(smem_address(&barrier)), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "h"(mask)
+      : "memory");
+}
+
+// A box of a 5-D tensor.
 __device__ __forceinline__ void cp_async_bulk_tensor_5d(void* destination, const CUtensorMap& map,
                                                         uint64_t& barrier, int c0, int c1, int c2,
                                                         int c3, int c4) {
@@ -81,6 +107,17 @@ __device__ __forceinline__ void cp_async_bulk_tensor_5d(void* destination, const
       "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes"
       " [%0], [%1, {%3, %4, %5, %6, %7}], [%2];" ::"r"(smem_address(destination)),
       "l"(&map), "r"(smem_address(&barrier)), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
+      : "memory");
+}
+
+// Bytes of global memory into shared memory, completing on the barrier. Both start at multiples of
+// 16 bytes, and so many are a multiple of 16.
+__device__ __forceinline__ void cp_async_bulk(void* destination, const void* source, uint32_t bytes,
+                                              uint64_t& barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(smem_address(destination)),
+      "l"(source), "r"(bytes), "r"(smem_address(&barrier))
       : "memory");
 }
 

@@ -68,6 +68,8 @@ struct SmemDescriptor {
   }
 };
 
+constexpr uint32_t kWithinBlock = 0x3FFFF;  // in a cluster upper bits say whose memory it is in
+
 // Rows of kRowBytes (64 or 128), swizzled over as many bytes, as the copy engine writes them. Eight
 // rows make the repeating unit: stride_bytes apart is the next eight. Only an operand whose
 // contiguous dimension is not k, and wider than a row, uses leading_bytes: the distance to its next
@@ -78,7 +80,16 @@ __device__ __forceinline__ SmemDescriptor swizzled_descriptor(uint32_t address,
   static_assert(kRowBytes == 64 || kRowBytes == 128);
   constexpr uint32_t kStrideBytes = 8 * kRowBytes;
   constexpr uint32_t kSwizzleMode = kRowBytes == 128 ? 1 : 2;
-  return {address >> 4 | (leading_bytes >> 4) << 16, kStrideBytes >> 4 | kSwizzleMode << 30};
+  return {(address & kWithinBlock) >> 4 | (leading_bytes >> 4) << 16,
+          kStrideBytes >> 4 | kSwizzleMode << 30};
+}
+
+// Core matrices, 8 rows of 16 bytes that follow each other, without swizzle. Two of them along k
+// make an operand of 16 k: `along_k` and `across` bytes are from one to the next in k and in the
+// other dimension.
+__device__ __forceinline__ SmemDescriptor core_descriptor(uint32_t address, uint32_t along_k,
+                                                          uint32_t across) {
+  return {(address & kWithinBlock) >> 4 | (along_k >> 4) << 16, across >> 4};
 }
 
 // ---- the products -----------------------------------------------------------------------------

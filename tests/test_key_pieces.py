@@ -5,16 +5,14 @@ from __future__ import annotations
 
 import itertools
 from types import ModuleType
-from typing import NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
+from backward_calls import backward, on_hopper, solved
 from ext.build import load_extension
-from fused_rope_xattn import grouped, ops
 from fused_rope_xattn.config import RotationSpec
-from fused_rope_xattn.ops import UNTURNED, ScoreOptions, Turning, TurningTensors
 from fused_rope_xattn.verify.accuracy import assert_accurate
 from fused_rope_xattn.verify.cases import Case
 from problems import Sizes, assert_tensor_near
@@ -122,11 +120,6 @@ CUT_CASES = [
 CAUSAL = Case("causal", 2, 768, 768, H=12, D=64, Dq=96, dtype="bf16", causal=True)
 
 
-def on_hopper() -> None:
-    if torch.cuda.get_device_capability() != grouped.CAPABILITY:
-        pytest.skip("the kernels are Hopper's")
-
-
 def cut_of(kernel: ModuleType, case: Case, num_sms: int) -> tuple[int, int]:
     padded = next(d for d in (32, 64, 128, 256) if d >= case.D)
     sizes = Sizes(case.B, case.Tq, case.Tk, case.H, case.Hkv or case.H, padded)
@@ -164,48 +157,6 @@ KINDS = {  # D, H, Hkv, Tk, dropout_p
 }
 TQ = 768
 MORE = 64  # times the batch
-
-
-class Problem(NamedTuple):
-    """A forward that is done."""
-
-    tensors: tuple[
-        Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor
-    ]  # dout, dlse, q, k, v, o, lse
-    options: ScoreOptions
-    o_rest: Tensor
-
-
-def solved(
-    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lengths: Tensor | None, dropout_p: float
-) -> Problem:
-    seed = torch.tensor([7], device="cuda")
-    options = ScoreOptions(
-        None, None, None, lengths, seed, q.shape[-1] ** -0.5, False, dropout_p, False
-    )
-    o, lse, rest = ops.attention_forward_with_rest(q, k, v, options)
-    return Problem((dout, torch.ones_like(lse), q, k, v, o, lse), options, rest)
-
-
-def backward(
-    p: Problem,
-    spec: RotationSpec | None = None,
-    *,
-    deterministic: bool = False,
-    need_dq: bool = True,
-) -> tuple[Tensor, ...]:
-    side = UNTURNED if spec is None else Turning(TurningTensors(), spec)
-    return ops.attention_backward(
-        *p.tensors,
-        p.options,
-        need_dq=need_dq,
-        need_dkv=True,
-        need_dbias=False,
-        deterministic=deterministic,
-        o_rest=p.o_rest,
-        q_turning=side,
-        k_turning=side,
-    )
 
 
 @pytest.mark.gpu

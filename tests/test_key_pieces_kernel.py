@@ -7,32 +7,22 @@ copies, additions and products happen as late or as early as the barriers allow.
 
 from __future__ import annotations
 
+import math
 from types import ModuleType
-from typing import NamedTuple
 
 import pytest
 import torch
-from torch import Tensor
 
+from backward_problems import (
+    KEYS,
+    Options,
+    assert_gradients,
+    dq_part_floats,
+    draw,
+    padded_dim,
+)
 from ext.build import load_extension
-from formulas import plain_norm_rope
-from fused_rope_xattn import dropout
-from fused_rope_xattn.config import NormSpec, RotationSpec
-from margins import Margins
-from problems import Sizes, assert_tensor_near
-
-SCALE, BASE = 0.2, 1024.0  # as attention_backward_emulated.cpp says
-KEYS = 128  # a block's
-
-
-class Options(NamedTuple):
-    rotary_dim: int = 0
-    causal: bool = False
-    dropout_p: float = 0.0
-    lengths: tuple[int, ...] = ()
-    removes_keys: bool = False
-    needs_dq: bool = True
-
+from problems import Sizes
 
 CASES: dict[str, tuple[Sizes, tuple[int, int], Options]] = {
     # sizes, cut (first block, pieces), options
@@ -65,105 +55,20 @@ def kernel(request: pytest.FixtureRequest) -> ModuleType:
     )
 
 
-def turned(x: Tensor, rotary_dim: int) -> Tensor:
-    if rotary_dim == 0:
-        return x
-    flat = x.reshape(*x.shape[:2], -1)
-    tensors = (None, None, None)
-    spec = RotationSpec(rotary_dim, False, base=BASE)
-    return plain_norm_rope(flat, x.shape[2], None, NormSpec(), None, None, spec, tensors).view_as(x)
-
-
-class Expected(NamedTuple):
-    """In fp64."""
-
-    rotated: tuple[Tensor, Tensor]  # q and k as the kernel takes them
-    lse: Tensor
-    delta: Tensor
-    grads: dict[str, Tensor]
-
-
-def expected(
-    s: Sizes, o: Options, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, keep: Tensor, seed: Tensor
-) -> Expected:
-    """Of q and k before they are rotated."""
-    leaves = [t.double().requires_grad_() for t in (q, k, v)]
-    # What the kernel takes is rounded; gradients pass by that.
-    straight = []
-    for leaf in leaves[:2]:
-        exact = turned(leaf, o.rotary_dim)
-        straight.append(exact + (exact.bfloat16().double() - exact).detach())
-    heads = [t.transpose(1, 2) for t in (*straight, leaves[2])]
-    q64, k64, v64 = (t.repeat_interleave(s.H // t.shape[1], 1) for t in heads)
-    scores = SCALE * q64 @ k64.mT
-    scores = scores.masked_fill(~keep[:, None], float("-inf"))
-    lse = scores.logsumexp(-1)
-    weights = (scores - lse.masked_fill(lse.isinf(), 0)[..., None]).exp()
-    if o.dropout_p > 0:
-        kept = dropout.keep_mask(seed, o.dropout_p, s.B, s.H, s.Tq, s.Tk)
-        weights = weights * kept / (1 - o.dropout_p)
-    y = weights @ v64
-    dy = dout.double().transpose(1, 2)
-    grads = torch.autograd.grad(y, leaves, dy)
-    delta = (y * dy).sum(-1)
-    q_rotated, k_rotated = (t.detach().bfloat16().contiguous() for t in straight)
-    return Expected(
-        (q_rotated, k_rotated), lse.detach(), delta.detach(), dict(zip(("dq", "dk", "dv"), grads))
-    )
-
-
-def fragments(tokens: int, rows: int, D: int) -> int:
-    padded = next(d for d in (64, 128, 256) if d >= D)
-    return -(-tokens // rows) * rows * padded
-
-
 @pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.parametrize(("s", "cut", "o"), CASES.values(), ids=CASES)
 def test_gradients(
     kernel: ModuleType, s: Sizes, cut: tuple[int, int], o: Options, seed: int
 ) -> None:
-    torch.manual_seed(seed)
-    q, dout = (torch.randn(s.B, s.Tq, s.H, s.D).bfloat16() for _ in range(2))
-    k, v = (torch.randn(s.B, s.Tk, s.Hkv, s.D).bfloat16() for _ in range(2))
-    dropout_seed = torch.tensor([seed * 12345678901])
-    lengths = torch.tensor(o.lengths or [s.Tk] * s.B, dtype=torch.int32)
-    exists = torch.arange(s.Tk) < lengths[:, None]
-    if o.removes_keys:
-        exists &= torch.rand(s.B, s.Tk) < 0.7
-    keep = exists[:, None].expand(s.B, s.Tq, s.Tk)
-    if o.causal:
-        rows, columns = torch.arange(s.Tq)[:, None], torch.arange(s.Tk)
-        keep = keep & (columns <= rows + lengths[:, None, None] - s.Tq)
-    want = expected(s, o, q, k, v, dout, keep, dropout_seed)
-
-    blocks = s.B * s.Hkv * -(-s.Tk // KEYS)
-    pieces = (blocks - cut[0]) * cut[1]
-    margins = Margins()
-    given = {
-        "q": want.rotated[0],
-        "k": want.rotated[1],
-        "v": v,
-        "dout": dout,
-        "lse": want.lse.float().contiguous(),
-        "delta": want.delta.float().contiguous(),
-        "kv_lengths": lengths,
-        "seed": dropout_seed,
-    }
-    if o.removes_keys:
-        given["key_keep"] = exists.contiguous()
+    workspaces = {}
     if o.needs_dq:
-        given["dq_parts"] = torch.zeros(s.B * s.H * fragments(s.Tq, 64, s.D))
-    results = {
-        name: torch.full_like(t, float("nan")) for name, t in (("dq", q), ("dk", k), ("dv", v))
-    }
+        workspaces["dq_parts"] = torch.zeros(dq_part_floats(s))
     if cut[1] > 1:
-        given["dkv_parts"] = torch.full((pieces * 2 * fragments(KEYS, 128, s.D),), float("nan"))
-    held = {
-        name: margins.place(t) if t.is_floating_point() else t
-        for name, t in {**given, **results}.items()
-    }
-    addresses = {name: t.data_ptr() for name, t in held.items()}
-    kernel.run(list(s), addresses, cut, o.rotary_dim, o.causal, o.dropout_p, seed)
-    assert margins.are_untouched
-    for name in ("dq", "dk", "dv") if o.needs_dq else ("dk", "dv"):
-        assert_tensor_near(held[name], want.grads[name], 4.0, name, torch.finfo(torch.bfloat16).eps)
+        pieces = (s.B * s.Hkv * -(-s.Tk // KEYS) - cut[0]) * cut[1]
+        workspaces["dkv_parts"] = torch.full((pieces * 2 * KEYS * padded_dim(s),), math.nan)
+
+    def run(sizes: list[int], addresses: dict[str, int]) -> None:
+        kernel.run(sizes, addresses, cut, o.rotary_dim, o.causal, o.dropout_p, seed)
+
+    wanted = ("dq", "dk", "dv") if o.needs_dq else ("dk", "dv")
+    assert_gradients(s, draw(s, o, seed), workspaces, run, wanted)

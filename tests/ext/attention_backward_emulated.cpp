@@ -1,5 +1,5 @@
-// The Hopper backward for keys and the sum of its parts on the host, on raw addresses:
-// tests/test_key_pieces_kernel.py.
+// The Hopper backward for keys and the sum of its parts on the host, on raw addresses, all keys at
+// once (tests/test_key_pieces_kernel.py) or in windows (tests/test_gradient_windows_kernel.py).
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
@@ -32,6 +32,7 @@ __align__(1024) unsigned char smem[hopper::kSmemBytes];
 #pragma GCC diagnostic ignored "-Wsizeof-array-div"
 #include "attention_bwd_keys_sm90.cuh"
 #include "attention_bwd_sum_sm90.cu"
+#include "attention_bwd_window_d256_sm90.cu"
 
 namespace py = pybind11;
 
@@ -55,13 +56,15 @@ void show_delta_late(const AttentionBackwardParams& p) {
   hopper::previous().end = reinterpret_cast<const char*>(p.delta + rows);
 }
 
-// sizes: batch, queries, keys, heads, key heads, head dim. dq, too, if it has parts.
-void run(const std::vector<int>& sizes, const py::dict& addresses, std::pair<int, int> cut,
-         int rotary_dim, bool is_causal, double dropout_p, unsigned seed) {
-  hopper::smem = smem_bytes;
-  hopper::seed() = seed;
+AttentionSizes sizes_of(const std::vector<int>& sizes) {
+  return {sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5]};
+}
+
+// sizes: batch, queries, keys, heads, key heads, head dim.
+AttentionBackwardParams params_of(const std::vector<int>& sizes, const py::dict& addresses,
+                                  std::pair<int, int> cut, int rotary_dim, double dropout_p) {
   AttentionBackwardParams p{};
-  p.sizes = {sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5]};
+  p.sizes = sizes_of(sizes);
   p.dtype = DType::kBFloat16;
   const auto view = [&](const char* name, int tokens, int heads) {
     return view_of(addresses[name].cast<uintptr_t>(), sizes[tokens], sizes[heads], sizes[5]);
@@ -83,7 +86,6 @@ void run(const std::vector<int>& sizes, const py::dict& addresses, std::pair<int
   p.scores.kv_lengths = at<int32_t>(addresses, "kv_lengths");
   p.scores.key_keep = at<bool>(addresses, "key_keep");
   p.scores.scale = 0.2f;
-  p.scores.is_causal = is_causal;
   if (dropout_p > 0) {
     p.scores.seed = at<int64_t>(addresses, "seed");
     p.scores.keep_threshold = static_cast<uint32_t>((1 - dropout_p) * 65536.0);
@@ -92,7 +94,21 @@ void run(const std::vector<int>& sizes, const py::dict& addresses, std::pair<int
   p.k_rotation.rotary_dim = p.q_rotation.rotary_dim = rotary_dim;
   p.k_rotation.axes = p.q_rotation.axes = 1;
   p.k_rotation.log2_base = p.q_rotation.log2_base = 10;
+  return p;
+}
+
+void start(const AttentionBackwardParams& p, unsigned seed) {
+  hopper::smem = smem_bytes;
+  hopper::seed() = seed;
   show_delta_late(p);
+}
+
+// dq, too, if it has parts.
+void run(const std::vector<int>& sizes, const py::dict& addresses, std::pair<int, int> cut,
+         int rotary_dim, bool is_causal, double dropout_p, unsigned seed) {
+  AttentionBackwardParams p = params_of(sizes, addresses, cut, rotary_dim, dropout_p);
+  p.scores.is_causal = is_causal;
+  start(p, seed);
   if (p.sizes.head_dim <= 64) {
     p.dq_with_dkv
         ? run_backward_keys<KeySideConfig<64, 64, 2, 2, true, true, true>>(p, true, nullptr)
@@ -105,10 +121,46 @@ void run(const std::vector<int>& sizes, const py::dict& addresses, std::pair<int
         ? run_backward_keys<KeySideConfig<128, 64, 2, 2, true, true, true>>(p, true, nullptr)
         : run_backward_keys<KeySideConfig<128, 64, 2, 2, true, true, false>>(p, true, nullptr);
   }
-  if (p.dq_parts != nullptr || p.dkv_parts != nullptr) attention_backward_sm90_sum(p, nullptr);
+  if (p.dq_parts != nullptr || p.dkv_parts != nullptr)
+    attention_backward_sm90_sum(p, cut_blocks(p.sizes, p.key_cut), nullptr);
+}
+
+constexpr int kWindowsDim = 256;  // padded
+
+int64_t window_bytes(const std::vector<int>& sizes, int blocks) {
+  return blocks * window_block_bytes(sizes_of(sizes));
+}
+int64_t part_floats(const std::vector<int>& sizes, int blocks, std::pair<int, int> cut) {
+  return window_part_floats(sizes_of(sizes), {blocks, {cut.first, cut.second}}, kWindowsDim);
+}
+
+// Whole, by windows of so many blocks of keys.
+void run_windows(const std::vector<int>& sizes, const py::dict& addresses, int blocks,
+                 std::pair<int, int> cut, int num_splits, int rotary_dim, double dropout_p,
+                 bool is_fp16, unsigned seed) {
+  AttentionBackwardParams p = params_of(sizes, addresses, cut, rotary_dim, dropout_p);
+  if (is_fp16) p.dtype = DType::kFloat16;
+  p.dq_with_dkv = false;
+  p.num_splits = num_splits;
+  p.windows = {blocks, at<void>(addresses, "gradients")};
+  start(p, seed);
+  const auto written = [](const void* data, int64_t bytes) {
+    const char* const begin = static_cast<const char*>(data);
+    return hopper::Range{begin, begin + bytes};
+  };
+  const float* const parts_end = dq_fragments<kWindowsDim>(p, num_splits, 0, 0, 0);
+  hopper::written_in_chain() = {written(p.windows.gradients, window_bytes(sizes, blocks)),
+                                written(p.dq_parts, (parts_end - p.dq_parts) * sizeof(float))};
+  attention_backward_sm90_windows_d256(p, nullptr);
+  hopper::written_in_chain().clear();
 }
 
 }  // namespace
 }  // namespace frx
 
-PYBIND11_MODULE(attention_backward_emulated, m) { m.def("run", &frx::run); }
+PYBIND11_MODULE(attention_backward_emulated, m) {
+  m.def("run", &frx::run);
+  m.def("run_windows", &frx::run_windows);
+  m.def("window_bytes", &frx::window_bytes);
+  m.def("part_floats", &frx::part_floats);
+}

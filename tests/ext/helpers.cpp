@@ -11,6 +11,7 @@
 #include "divisor.h"
 #include "dropout.cuh"
 #include "dropout_bits.cuh"
+#include "gradient_windows.h"
 #include "key_pieces.h"
 #include "mask.cuh"
 #include "norm_rope_plan.h"
@@ -178,6 +179,46 @@ void bind_key_pieces(py::module_& m) {
   });
 }
 
+// A plan of windows is (blocks, first block that is cut, pieces).
+using Windows = std::tuple<int, int, int>;
+
+WindowPlan window_plan(const Windows& windows) {
+  const auto [blocks, first_block, pieces] = windows;
+  return {blocks, {first_block, pieces}};
+}
+
+void bind_gradient_windows(py::module_& m) {
+  m.attr("most_window_bytes") = kMostWindowBytes;
+  m.def("window_block_bytes",
+        [](const Sizes& sizes) { return window_block_bytes(attention_sizes(sizes)); });
+  m.def("plan_windows", [](const Sizes& sizes, int num_sms) {
+    const AttentionSizes s = attention_sizes(sizes);
+    const WindowPlan plan = plan_windows(s, s.head_dim, num_sms);
+    return Windows(plan.blocks, plan.cut.first_block, plan.cut.pieces);
+  });
+  m.def("window_part_floats", [](const Sizes& sizes, const Windows& windows) {
+    const AttentionSizes s = attention_sizes(sizes);
+    return window_part_floats(s, window_plan(windows), s.head_dim);
+  });
+  m.def("shape_of_window", [](const Sizes& sizes, int first_block, int end_block, int cluster) {
+    const WindowShape s = shape_of_window(attention_sizes(sizes), first_block, end_block, cluster);
+    return std::make_tuple(s.first_head, s.heads, s.head_blocks, s.head_clusters, s.first_cluster,
+                           s.dk_clusters, s.query_clusters);
+  });
+  m.def("cluster_of_window",
+        [](const Sizes& sizes) { return cluster_of_window(attention_sizes(sizes)); });
+  m.def("window_tiles",
+        [](int64_t first_block, int64_t end_block, int64_t head, int num_keys, int key_count) {
+          return as_tuple(window_tiles(first_block, end_block, head, num_keys, key_count));
+        });
+  m.def("grid_index", [](int first_block, int pieces, int64_t block) {
+    return grid_index(KeyCut{first_block, pieces}, block);
+  });
+  m.def("dq_splits_of_windows", [](const Sizes& sizes, int64_t blocks, int num_sms) {
+    return dq_splits_of_windows(attention_sizes(sizes), blocks, num_sms);
+  });
+}
+
 }  // namespace
 }  // namespace frx
 
@@ -188,4 +229,5 @@ PYBIND11_MODULE(helpers, m) {
   frx::bind_norm_rope_plan(m);
   frx::bind_block(m);
   frx::bind_key_pieces(m);
+  frx::bind_gradient_windows(m);
 }

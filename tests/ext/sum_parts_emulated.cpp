@@ -70,7 +70,7 @@ void launch_turn(const AttentionBackwardParams& p) {
   const int64_t strips =
       p.sizes.batch * p.sizes.num_heads * ceil_div(p.sizes.num_queries, kWarpRows);
   launch(turn_kernel<kHeadDim>, "turn", strips, 32, sizeof(TurningRows<kHeadDim>), nullptr,
-         plan_sum<kHeadDim>(p));
+         plan_sum<kHeadDim>(p, cut_blocks(p.sizes, p.key_cut)));
 }
 
 // sizes: batch, queries, keys, heads, key heads, head dim. What has parts is summed; turns_only:
@@ -101,7 +101,7 @@ void run(const std::vector<int>& sizes, const py::dict& addresses, int splits,
   p.scores.seed = at<int64_t>(addresses, "seed");
   p.q_rotation = rotation_of(q_rotation);
   p.k_rotation = rotation_of(k_rotation);
-  if (!turns_only) return attention_backward_sm90_sum(p, nullptr);
+  if (!turns_only) return attention_backward_sm90_sum(p, cut_blocks(p.sizes, p.key_cut), nullptr);
   if (sizes[5] <= 32) return launch_turn<32>(p);
   if (sizes[5] <= 64) return launch_turn<64>(p);
   if (sizes[5] <= 128) return launch_turn<128>(p);

@@ -43,6 +43,10 @@ inline void __syncwarp() { hopper::sync_warp(); }
 inline float __ldcg(const float* address) {
   return hopper::is_unfinished(address) ? std::numeric_limits<float>::quiet_NaN() : *address;
 }
+inline float4 __ldcg(const float4* address) {
+  const float nan = std::numeric_limits<float>::quiet_NaN();
+  return hopper::is_unfinished(address) ? float4{nan, nan, nan, nan} : *address;
+}
 
 template <class T>
 T __shfl_sync(unsigned, T value, int lane) {

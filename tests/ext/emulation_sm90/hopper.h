@@ -12,6 +12,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <exception>
 #include <functional>
 #include <map>
 #include <memory>
@@ -74,6 +75,7 @@ struct Block {
   std::vector<uint32_t> offered;  // by each thread, in a shuffle
   std::map<const void*, Mbarrier> mbarriers;
   std::vector<std::function<void()>> copies;  // under way
+  std::exception_ptr failure;                 // of a fiber, for whoever runs the block
 };
 
 inline Block& block() {
@@ -88,12 +90,16 @@ inline unsigned& seed() {
 
 inline Fiber& self() { return block().fibers[block().running]; }
 
-// The kernel that precedes a chained one: what it writes, [begin, end), is there for a thread that
-// has waited, and so may a thread store only then. Without a chain nothing is checked.
-struct Previous {
-  bool is_chained = false;
+struct Range {
   const char* begin = nullptr;
   const char* end = nullptr;
+  bool has(const void* address) const { return address >= begin && address < end; }
+};
+
+// The kernel that precedes a chained one: what it writes is there for a thread that has waited, and
+// so may a thread store only then. Without a chain nothing is checked.
+struct Previous : Range {
+  bool is_chained = false;
 };
 
 inline Previous& previous() {
@@ -101,10 +107,18 @@ inline Previous& previous() {
   return instance;
 }
 
+// What kernels of a chain write for later ones, whichever of them: the same holds at each launch.
+inline std::vector<Range>& written_in_chain() {
+  static std::vector<Range> instance;
+  return instance;
+}
+
 inline bool is_unfinished(const void* address) {
-  const char* const at = static_cast<const char*>(address);
-  const Previous& p = previous();
-  return p.is_chained && at >= p.begin && at < p.end && !self().has_waited;
+  if (!previous().is_chained || self().has_waited) return false;
+  if (previous().has(address)) return true;
+  const std::vector<Range>& ranges = written_in_chain();
+  return std::any_of(ranges.begin(), ranges.end(),
+                     [address](const Range& range) { return range.has(address); });
 }
 
 inline void check_store() {
@@ -150,7 +164,11 @@ inline Mbarrier& mbarrier(const void* address) {
 }
 
 inline void run_fiber() {
-  block().body();
+  try {
+    block().body();
+  } catch (...) {
+    block().failure = std::current_exception();
+  }
   self().is_done = true;
   swapcontext(&self().context, &block().scheduler);
 }
@@ -173,6 +191,7 @@ inline void run_block(std::mt19937& random) {
   b.named.clear();
   b.mbarriers.clear();
   b.copies.clear();
+  b.failure = nullptr;
   b.warps.assign(count / kWarp, Meeting());
   b.offered.assign(count, 0);
   std::vector<int> order(count);
@@ -194,6 +213,7 @@ inline void run_block(std::mt19937& random) {
       b.running = i;
       b.thread.x = static_cast<unsigned>(i);
       swapcontext(&b.scheduler, &fiber.context);
+      if (b.failure) std::rethrow_exception(b.failure);
       left -= fiber.is_done;
       moved = true;
       if (!b.copies.empty() && random() % 64 == 0) land();

@@ -15,6 +15,11 @@ inline void mbarrier_init(uint64_t& barrier, uint32_t arrivals) {
 }
 inline void fence_mbarrier_init() {}
 inline void mbarrier_arrive(uint64_t& barrier) { hopper::mbarrier(&barrier).arrive(); }
+// A cluster is one block here.
+inline void mbarrier_arrive_in_cluster(uint64_t& barrier, int rank) {
+  if (rank != 0) throw std::runtime_error("an arrival at a block that the cluster does not have");
+  mbarrier_arrive(barrier);
+}
 inline void mbarrier_arrive_expect_tx(uint64_t& barrier, uint32_t bytes) {
   hopper::mbarrier(&barrier).bytes += bytes;
   hopper::mbarrier(&barrier).arrive();
@@ -54,6 +59,13 @@ inline void cp_async_bulk_tensor_4d(void* destination, const CUtensorMap& map, u
   copy_box(destination, of_head, barrier, c0, [c1](int row) { return int64_t{c1} + row; });
 }
 
+inline void cp_async_bulk_tensor_4d_multicast(void* destination, const CUtensorMap& map,
+                                              uint64_t& barrier, int c0, int c1, int c2, int c3,
+                                              uint16_t mask) {
+  if (mask != 1) throw std::runtime_error("a copy into blocks that the cluster does not have");
+  cp_async_bulk_tensor_4d(destination, map, barrier, c0, c1, c2, c3);
+}
+
 inline void cp_async_bulk_tensor_5d(void* destination, const CUtensorMap& map, uint64_t& barrier,
                                     int c0, int c1, int c2, int c3, int c4) {
   if (c1 != 0 || c2 != 0) throw std::runtime_error("a copy starts within a pair of chunks");
@@ -62,6 +74,23 @@ inline void cp_async_bulk_tensor_5d(void* destination, const CUtensorMap& map, u
     const int64_t unit = row / 16, chunk = c3 + unit % box_chunks, axis = c4 + unit / box_chunks;
     const bool exists = chunk < half / 8 && axis < rows / (2 * half);
     return exists ? 2 * half * axis + half * (row / 8 % 2) + 8 * chunk + row % 8 : int64_t{-1};
+  });
+}
+
+inline void cp_async_bulk(void* destination, const void* source, uint32_t bytes,
+                          uint64_t& barrier) {
+  const uint32_t start = smem_address(destination);
+  if (start % 16 != 0 || reinterpret_cast<uintptr_t>(source) % 16 != 0 || bytes % 16 != 0) {
+    throw std::runtime_error("a copy is not 16-byte aligned");
+  }
+  if (hopper::is_unfinished(source)) {
+    throw std::runtime_error("a copy of what the kernel before has not written yet");
+  }
+  hopper::block().copies.push_back([=, &barrier] {
+    std::memcpy(hopper::smem + start, source, bytes);
+    hopper::Mbarrier& full = hopper::mbarrier(&barrier);
+    full.bytes -= bytes;
+    full.finish();
   });
 }
 

@@ -44,6 +44,10 @@ SmemDescriptor swizzled_descriptor(uint32_t address, uint32_t leading_bytes) {
   return {address >> 4 | (leading_bytes >> 4) << 16, 8 * kRowBytes >> 4 | 1u << 30};
 }
 
+inline SmemDescriptor core_descriptor(uint32_t address, uint32_t along_k, uint32_t across) {
+  return {address >> 4 | (along_k >> 4) << 16, across >> 4};
+}
+
 template <class Element>
 float half_of(uint32_t word) {
   const uint16_t bits = static_cast<uint16_t>(word);
@@ -58,18 +62,27 @@ float half_of(uint32_t word) {
 
 // Element k of a row of an operand. Either k is contiguous; or rows are, 64 of them beside each
 // other, the next 64 leading bytes further on. Eight of what lies across make the repeating unit.
-template <class Element, bool kRowsContiguous>
-float operand(SmemDescriptor d, int row, int k) {
+// Without swizzle: core matrices, leading bytes apart along k and stride bytes across.
+template <bool kRowsContiguous>
+uint32_t operand_address(SmemDescriptor d, int row, int k) {
   const uint32_t start = (d.low & 0x3FFF) << 4, leading = (d.low >> 16 & 0x3FFF) << 4;
   const uint32_t stride = (d.high & 0x3FFF) << 4;
-  const uint32_t address =
+  if (d.high >> 30 == 0) {
+    const int line = kRowsContiguous ? k : row, within = kRowsContiguous ? row : k;
+    return start + row / 8 * stride + k / 8 * leading + line % 8 * 16 + within % 8 * 2;
+  }
+  return hopper::swizzled(
       start + (kRowsContiguous ? row / 64 * leading + k / 8 * stride + k % 8 * 128 + row % 64 * 2
-                               : row / 8 * stride + row % 8 * 128 + k * 2);
+                               : row / 8 * stride + row % 8 * 128 + k * 2));
+}
+
+template <class Element, bool kRowsContiguous>
+float operand(SmemDescriptor d, int row, int k) {
   if constexpr (std::is_same_v<Element, Tf32>) {
     throw std::runtime_error("the emulator's products are of 16-bit numbers");
   } else {
     uint16_t bits;
-    std::memcpy(&bits, hopper::smem + hopper::swizzled(address), 2);
+    std::memcpy(&bits, hopper::smem + operand_address<kRowsContiguous>(d, row, k), 2);
     return half_of<Element>(bits);
   }
 }
