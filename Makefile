@@ -31,7 +31,7 @@ demo: $(BUILT)  ## A guided tour that runs anywhere
 
 .PHONY: test
 test: $(BUILT)  ## All tests that need no GPU
-	$(BIN)/python -m pytest -m "not gpu and not slow"
+	$(BIN)/python -m pytest -m "not gpu and not slow" -n 2 --dist loadfile
 
 .PHONY: slow-test
 slow-test: $(BUILT)  ## Tests that build wheels

@@ -46,7 +46,7 @@ CASES: dict[str, tuple[Sizes, ...]] = {
     "nothing to add": (weight(16, 24, 0), tokens(5, 8, 0, 0), weight(16, 24, 0, 9)),
     "no results": (tokens(0, 8, 8), weight(8, 0, 5), weight(8, 8, 5)),
     "shared depth": (weight(72, 40, 3200), tokens(70, 40, 64)),
-    "shared by some": (weight(8, 136, 3137), weight(136, 8, 3000), weight(16, 24, 0, 3100)),
+    "shared by some": (weight(8, 136, 3137), weight(16, 24, 0, 3100), tokens(8, 8, 8)),
     "a block": (
         tokens(140, 72, 64),
         tokens(150, 40, 64, 64),
