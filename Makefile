@@ -34,8 +34,8 @@ test: $(BUILT)  ## All tests that need no GPU
 	$(BIN)/python -m pytest -m "not gpu and not slow" -n 2 --dist loadfile
 
 .PHONY: slow-test
-slow-test: $(BUILT)  ## Tests that build wheels
-	$(BIN)/python -m pytest -m "slow and not gpu" -n 2 --dist loadfile
+slow-test: $(BUILT)  ## Tests that build wheels, start processes or compile at length; SLOW: which files
+	$(BIN)/python -m pytest -m "slow and not gpu" -n 2 --dist loadfile $(SLOW)
 
 .PHONY: gpu-test
 gpu-test:  ## Tests on the GPU, with the kernels built for it
