@@ -3,8 +3,8 @@
 //
 // A small problem has few query tiles, so it is the keys that are spread over the warps: each walks
 // over its own chunks of 16 keys at its own pace, with an online softmax of its own, and the
-// results of all warps are merged in shared memory. K and V of a chunk have one buffer each: V
-// arrives while scores are computed, the next K while the weights multiply V.
+// results of all warps are merged in shared memory. K and V of a chunk have a buffer each, and are
+// on their way while earlier chunks are multiplied.
 #pragma once
 
 #include "attention_forward.cuh"  // defines: OnlineSoftmax
@@ -12,9 +12,13 @@
 
 namespace frx {
 
-template <class Op, int kD>
+constexpr int kPortableSmem = 99 * 1024;  // what every GPU since sm_80 gives a block
+
+template <class Op_, int kPaddedDim>
 struct BlockAttentionShape {
+  using Op = Op_;
   using Element = typename Op::Element;
+  static constexpr int kD = kPaddedDim;
   using Tile = SmemTile<Element, kD>;
   static constexpr int kQueries = kBlockTileQueries;
   static constexpr int kKeys = 16;                                      // a chunk
@@ -39,15 +43,23 @@ struct BlockAttentionShape {
     alignas(16) float2 o[kQueries][kD / 2];
     float2 row[kQueries];  // maximum, sum
   };
+  struct Results {
+    Part parts[kKeyWarps];
+    Merged merged;
+  };
+  // Chunks of a warp that are under way at a time.
+  static constexpr int kQueryBytes = kQueries * kD * sizeof(Element);
+  static constexpr int kFitting = (kPortableSmem - kQueryBytes) / (kKeyWarps * kChunkBytes);
+  static constexpr int kStages = kFitting < 4 ? kFitting : 4;
+  static_assert(kStages >= 1, "a chunk for every warp");
   struct SharedStorage {
     alignas(16) Element q[kQueries * kD];
     union {
-      alignas(16) Chunk chunks[kKeyWarps];
-      Part parts[kKeyWarps];
+      alignas(16) Chunk chunks[kStages][kKeyWarps];
+      Results results;
     };
-    Merged merged;
   };
-  static_assert(sizeof(SharedStorage) <= 96 * 1024, "what every GPU since sm_80 gives a block");
+  static_assert(sizeof(SharedStorage) <= kPortableSmem, "the results of all warps, too");
   using Softmax = OnlineSoftmax<Element, 1, kKeys / 8, kOutTiles>;
 };
 
@@ -68,50 +80,50 @@ struct KeyShare {
   int splits;
 };
 
-// Brings some of a warp's further chunks to L2, where they are waited for less: half of the lanes a
-// row of K each, the other half a row of V.
+// The tile's queries to shared memory, by all threads of the block. Those that do not exist become
+// zeros, whose results nobody reads.
 template <class Shape>
-__device__ __forceinline__ void prefetch_chunks(const char* k, const char* v, int64_t k_token_bytes,
-                                                int64_t v_token_bytes, int row_bytes,
-                                                int first_chunk, int step, int num_keys) {
-  constexpr int kPrefetched = 4;  // bounded: more would only displace what L2 holds
-  const int row = threadIdx.x % Shape::kKeys;
-  const bool is_k = threadIdx.x % 32 < Shape::kKeys;
-  const char* base = is_k ? k : v;
-  const int64_t token_bytes = is_k ? k_token_bytes : v_token_bytes;
-#pragma unroll 1
-  for (int i = 0; i < kPrefetched; ++i) {
-    const int key = (first_chunk + i * step) * Shape::kKeys + row;
-    if (key >= num_keys) return;
-    for (int byte = 0; byte < row_bytes; byte += 128) {
-      prefetch_to_l2(base + key * token_bytes + byte);
-    }
-  }
+__device__ __forceinline__ void copy_queries(const AttentionForwardParams& p,
+                                             typename Shape::SharedStorage& shared, int64_t b,
+                                             int h, int first_query) {
+  using Element = typename Shape::Element;
+  using Tile = typename Shape::Tile;
+  const RowCopier<Tile, Shape::kQueries, kBlockThreads> copier(threadIdx.x);
+  if (copier.row() >= Shape::kQueries) return;
+  const int query = first_query + copier.row();
+  const bool has_column = copier.column() < p.sizes.head_dim;
+  const bool exists = query < p.sizes.num_queries && has_column;
+  const auto* q = static_cast<const Element*>(p.q.data) +
+                  (exists ? offset_in(p.q, b, query, h) + copier.column() : 0);
+  const int queries = has_column ? p.sizes.num_queries - first_query : 0;
+  copier.copy(Tile{shared.q}.address(0, 0), reinterpret_cast<const char*>(q),
+              p.q.token_stride * static_cast<int>(copier.kRowStep * sizeof(Element)),
+              [&](int row) { return row < queries; });
 }
 
 // One warp's chunks of keys: weights and weighted values, relative to its own maximum. Waits for
 // the kernel before, which makes q, and k and v too unless they were finished long ago.
-template <class Op, int kD>
-__device__ __forceinline__ void attend_keys(
-    const AttentionForwardParams& p, bool has_finished_keys, const KeyShare& share,
-    const HeadScores& scores, typename BlockAttentionShape<Op, kD>::SharedStorage& shared,
-    int64_t b, int h, int kv_head, int first_query,
-    float (&o)[1][BlockAttentionShape<Op, kD>::kOutTiles][4],
-    typename BlockAttentionShape<Op, kD>::Softmax& softmax) {
-  using Shape = BlockAttentionShape<Op, kD>;
+template <class Shape>
+__device__ __forceinline__ void attend_keys(const AttentionForwardParams& p, bool has_finished_keys,
+                                            const KeyShare& share, const HeadScores& scores,
+                                            typename Shape::SharedStorage& shared, int64_t b, int h,
+                                            int kv_head, int first_query,
+                                            float (&o)[1][Shape::kOutTiles][4],
+                                            typename Shape::Softmax& softmax) {
+  using Op = typename Shape::Op;
   using Element = typename Op::Element;
   using Tile = typename Shape::Tile;
-  constexpr int kKeys = Shape::kKeys, kBytes = sizeof(Element);
+  constexpr int kKeys = Shape::kKeys, kStages = Shape::kStages, kBytes = sizeof(Element);
   const int thread = threadIdx.x, warp = thread / 32;
   const int key_warp = warp % Shape::kKeyWarps, column_warp = warp / Shape::kKeyWarps;
   const Tile q_tile{shared.q};
-  const Tile k_tile{shared.chunks[key_warp].k}, v_tile{shared.chunks[key_warp].v};
+  auto k_tile = [&](int slot) { return Tile{shared.chunks[slot][key_warp].k}; };
+  auto v_tile = [&](int slot) { return Tile{shared.chunks[slot][key_warp].v}; };
 
   const int num_queries = p.sizes.num_queries, head_dim = p.sizes.head_dim;
   const int end = key_tiles_of_queries(first_query, Shape::kQueries, kKeys, num_queries,
                                        scores.key_count, scores.is_causal)
                       .end;
-  // Queries that do not exist are zeros, whose results nobody reads.
   const int plain_end = scores.is_plain() ? unmasked_key_tiles(first_query, kKeys, num_queries,
                                                                scores.key_count, scores.is_causal)
                                           : 0;
@@ -137,10 +149,6 @@ __device__ __forceinline__ void attend_keys(
       }
     }
   };
-  auto load = [&](Tile tile, const char* source, int64_t token_bytes, int chunk) {
-    copy(tile, source, token_bytes, chunk);
-    commit_copies();  // also an empty group, so that their count is known
-  };
   const auto* k = static_cast<const Element*>(p.k.data) + offset_in(p.k, b, 0, kv_head) + column;
   const auto* v = static_cast<const Element*>(p.v.data) + offset_in(p.v, b, 0, kv_head) + column;
   const char* k_bytes = reinterpret_cast<const char*>(k);
@@ -150,49 +158,54 @@ __device__ __forceinline__ void attend_keys(
 
   const int first_chunk = share.rank * Shape::kKeyWarps + key_warp;
   const int chunk_step = share.splits * Shape::kKeyWarps;
-  if (has_finished_keys) {
-    copy(k_tile, k_bytes, k_token_bytes, first_chunk);
-    copy(v_tile, v_bytes, v_token_bytes, first_chunk);
-    prefetch_chunks<Shape>(k_bytes - column * kBytes, v_bytes - column * kBytes, k_token_bytes,
-                           v_token_bytes, head_dim * kBytes, first_chunk + chunk_step, chunk_step,
-                           scores.key_count);
-  }
-  wait_for_previous_kernel();
-  const RowCopier<Tile, Shape::kQueries, kBlockThreads> query_copier(thread);
-  if (query_copier.row() < Shape::kQueries) {
-    const int query = first_query + query_copier.row();
-    const bool exists = query < num_queries && query_copier.column() < head_dim;
-    const auto* q = static_cast<const Element*>(p.q.data) +
-                    (exists ? offset_in(p.q, b, query, h) + query_copier.column() : 0);
-    const int queries = query_copier.column() < head_dim ? num_queries - first_query : 0;
-    query_copier.copy(q_tile.address(0, 0), reinterpret_cast<const char*>(q),
-                      p.q.token_stride * (kBytes * query_copier.kRowStep),
-                      [&](int row) { return row < queries; });
-  }
-  if (!has_finished_keys) copy(k_tile, k_bytes, k_token_bytes, first_chunk);
-  commit_copies();  // queries and K
-  if (!has_finished_keys) copy(v_tile, v_bytes, v_token_bytes, first_chunk);
-  commit_copies();
-  wait_copies<1>();
-  __syncthreads();  // queries are here, brought by all warps, and the first K
+  // Groups of copies also where there is no chunk, so that counting them is counting chunks.
+  auto load_k = [&](int chunk, int slot) {
+    copy(k_tile(slot), k_bytes, k_token_bytes, chunk);
+    commit_copies();
+  };
+  auto load_v = [&](int chunk, int slot) {
+    copy(v_tile(slot), v_bytes, v_token_bytes, chunk);
+    commit_copies();
+  };
 
+  if (!has_finished_keys) {
+    wait_for_previous_kernel();
+    copy_queries<Shape>(p, shared, b, h, first_query);  // in one group with the first K
+  }
+#pragma unroll 1
+  for (int i = 0; i < kStages; ++i) {
+    load_k(first_chunk + i * chunk_step, i);
+    load_v(first_chunk + i * chunk_step, i);
+  }
+  if (has_finished_keys) {
+    wait_for_previous_kernel();
+    copy_queries<Shape>(p, shared, b, h, first_query);
+    commit_copies();
+    wait_copies<0>();
+  }
+  let_next_kernel_start();
+  wait_copies<2 * kStages - 1>();
+  __syncthreads();  // queries are here, brought by all warps
+
+  int slot = 0;
   for (int chunk = first_chunk; chunk < end; chunk += chunk_step) {
     const int lane = opaque(thread % 32);
     const int first_row = first_query + lane / 4, first_column = chunk * kKeys + 2 * (lane % 4);
     float s[1][kKeys / 8][4] = {};
-    multiply_rows<Op, 1, kKeys / 8, kD>(s, q_tile, 0, k_tile, lane);
+    wait_copies<2 * kStages - 1>();
+    sync_chunk<Shape>(key_warp);  // K is here
+    multiply_rows<Op, 1, kKeys / 8, Shape::kD>(s, q_tile, 0, k_tile(slot), lane);
     sync_chunk<Shape>(key_warp);  // K has been read
-    load(k_tile, k_bytes, k_token_bytes, chunk + chunk_step);
+    load_k(chunk + kStages * chunk_step, slot);
     apply_modifiers<false>(s[0], scores, first_row, first_column, chunk < plain_end);
     softmax.update(s, o);
-    wait_copies<1>();
+    wait_copies<2 * kStages - 1>();
     sync_chunk<Shape>(key_warp);  // V is here
     multiply_accumulators<Op, 1, kKeys / 8, Shape::kOutTiles>(
-        o, s, v_tile, 8 * Shape::kOutTiles * column_warp, lane);
+        o, s, v_tile(slot), 8 * Shape::kOutTiles * column_warp, lane);
     sync_chunk<Shape>(key_warp);  // V has been read
-    load(v_tile, v_bytes, v_token_bytes, chunk + chunk_step);
-    wait_copies<1>();
-    sync_chunk<Shape>(key_warp);  // the next K is here
+    load_v(chunk + kStages * chunk_step, slot);
+    slot = slot + 1 < kStages ? slot + 1 : 0;
   }
   softmax.finish();
 }
@@ -221,24 +234,23 @@ __device__ __forceinline__ RowPart merge(const RowPart (&parts)[kCount]) {
 }
 
 // Of columns d and d + 1, over the warps of the block.
-template <class Op, int kD>
-__device__ __forceinline__ RowPart
-merge_warps(const typename BlockAttentionShape<Op, kD>::SharedStorage& shared, int row, int d) {
-  using Shape = BlockAttentionShape<Op, kD>;
+template <class Shape>
+__device__ __forceinline__ RowPart merge_warps(const typename Shape::SharedStorage& shared, int row,
+                                               int d) {
   RowPart parts[Shape::kKeyWarps];
 #pragma unroll
   for (int w = 0; w < Shape::kKeyWarps; ++w) {
-    const auto& part = shared.parts[w];
+    const auto& part = shared.results.parts[w];
     parts[w] = {part.row_max[row], part.row_sum[row],
                 *reinterpret_cast<const float2*>(&part.o[row][d])};
   }
-  return merge<typename Op::Element>(parts);
+  return merge<typename Shape::Element>(parts);
 }
 
 // Of columns d and d + 1, over the blocks of the cluster.
-template <class Op, int kD>
-__device__ __forceinline__ RowPart merge_blocks(
-    const typename BlockAttentionShape<Op, kD>::Merged& merged, int row, int d, int splits) {
+template <class Shape>
+__device__ __forceinline__ RowPart merge_blocks(const typename Shape::Merged& merged, int row,
+                                                int d, int splits) {
   RowPart parts[1 << kLargestLog2Splits];
 #pragma unroll
   for (int peer = 0; peer < 1 << kLargestLog2Splits; ++peer) {
@@ -248,18 +260,17 @@ __device__ __forceinline__ RowPart merge_blocks(
       parts[peer] = {state.x, state.y, load_from_peer(&merged.o[row][d / 2], peer)};
     }
   }
-  return merge<typename Op::Element>(parts);
+  return merge<typename Shape::Element>(parts);
 }
 
 // o and lse of the tile from the warps' parts, and from other blocks' where they share the tile:
 // each then finishes every splits-th row.
-template <class Op, int kD>
-__device__ __forceinline__ void merge_parts(
-    const AttentionForwardParams& p, const KeyShare& share,
-    typename BlockAttentionShape<Op, kD>::SharedStorage& shared, int64_t b, int h,
-    int first_query) {
-  using Shape = BlockAttentionShape<Op, kD>;
-  using Element = typename Op::Element;
+template <class Shape>
+__device__ __forceinline__ void merge_parts(const AttentionForwardParams& p, const KeyShare& share,
+                                            typename Shape::SharedStorage& shared, int64_t b, int h,
+                                            int first_query) {
+  using Element = typename Shape::Element;
+  constexpr int kD = Shape::kD;
   constexpr int kRowStep = kBlockThreads / (kD / 2);
   static_assert(Shape::kQueries % kRowStep == 0, "every thread has as many rows");
   const int first_row = threadIdx.x / (kD / 2), d = threadIdx.x % (kD / 2) * 2;
@@ -268,9 +279,9 @@ __device__ __forceinline__ void merge_parts(
 #pragma unroll 1
     for (int row = first_row; row < Shape::kQueries; row += kRowStep) {
       if (first_query + row >= sizes.num_queries) break;
-      const RowPart part = merge_warps<Op, kD>(shared, row, d);
-      shared.merged.o[row][d / 2] = part.o;
-      if (d == 0) shared.merged.row[row] = make_float2(part.row_max, part.row_sum);
+      const RowPart part = merge_warps<Shape>(shared, row, d);
+      shared.results.merged.o[row][d / 2] = part.o;
+      if (d == 0) shared.results.merged.row[row] = make_float2(part.row_max, part.row_sum);
     }
     sync_cluster();  // what all blocks have is written
   }
@@ -280,8 +291,8 @@ __device__ __forceinline__ void merge_parts(
     if (query >= sizes.num_queries || d >= sizes.head_dim) continue;
     if ((row & (share.splits - 1)) != share.rank) continue;
     const RowPart part = share.splits > 1
-                             ? merge_blocks<Op, kD>(shared.merged, row, d, share.splits)
-                             : merge_warps<Op, kD>(shared, row, d);
+                             ? merge_blocks<Shape>(shared.results.merged, row, d, share.splits)
+                             : merge_warps<Shape>(shared, row, d);
     const float factor = part.row_sum > 0.f ? 1.f / part.row_sum : 0.f;
     store2(static_cast<Element*>(p.o.data) + offset_in(p.o, b, query, h) + d, part.o.x * factor,
            part.o.y * factor);
@@ -295,26 +306,26 @@ __device__ __forceinline__ void merge_parts(
   if (share.splits > 1) sync_cluster();  // every block has read what it needs of this one
 }
 
-template <class Op, int kD>
+template <class Shape>
 __device__ __forceinline__ void attend_tile(const BlockAttentionParams& block, int tile,
-                                            const KeyShare& share, char* smem) {
-  using Shape = BlockAttentionShape<Op, kD>;
-  auto& shared = *reinterpret_cast<typename Shape::SharedStorage*>(smem);
+                                            const KeyShare& share,
+                                            typename Shape::SharedStorage& shared) {
+  using Element = typename Shape::Element;
   const AttentionForwardParams& p = block.attention;
   const int batch_head = quotient(tile, block.query_tiles);
   const int first_query = (tile - batch_head * block.query_tiles.value) * Shape::kQueries;
   const int b = quotient(batch_head, block.heads), h = batch_head - b * block.heads.value;
-  const HeadScores scores(p.sizes, p.scores, b, h, kScoreUnit<typename Op::Element>);
+  const HeadScores scores(p.sizes, p.scores, b, h, kScoreUnit<Element>);
 
   float o[1][Shape::kOutTiles][4] = {};
   typename Shape::Softmax softmax;
-  attend_keys<Op, kD>(p, block.has_finished_keys, share, scores, shared, b, h,
-                      quotient(h, block.heads_a_kv_head), first_query, o, softmax);
+  attend_keys<Shape>(p, block.has_finished_keys, share, scores, shared, b, h,
+                     quotient(h, block.heads_a_kv_head), first_query, o, softmax);
   __syncthreads();  // every warp is done with its chunks, which the parts replace
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int first_column = warp / Shape::kKeyWarps * 8 * Shape::kOutTiles + 2 * (lane % 4);
-  auto& part = shared.parts[warp % Shape::kKeyWarps];
+  auto& part = shared.results.parts[warp % Shape::kKeyWarps];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int row = 8 * half + lane / 4;
@@ -328,7 +339,7 @@ __device__ __forceinline__ void attend_tile(const BlockAttentionParams& block, i
     }
   }
   __syncthreads();  // all parts are written
-  merge_parts<Op, kD>(p, share, shared, b, h, first_query);
+  merge_parts<Shape>(p, share, shared, b, h, first_query);
 }
 
 }  // namespace frx

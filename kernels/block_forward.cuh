@@ -6,6 +6,8 @@
 // backward needs anyway.
 #pragma once
 
+#include <algorithm>
+
 #include "block_attention.cuh"
 #include "block_forward.h"
 #include "chained_launch.cuh"
@@ -35,7 +37,6 @@ __launch_bounds__(kBlockThreads, kProjectionBlocks<Op, kD, kRows>) void block_pr
   // What comes before the block is complete, also for the kernels after this one, before any of
   // them reads an argument.
   if (!group.follows_kernel) wait_for_previous_kernel();
-  let_next_kernel_start();
   const ProjectionParams& p = group.members[member];
   const int row_tile = quotient(tile, p.column_tiles);
   const int column_tile = tile - row_tile * p.column_tiles.value;
@@ -45,10 +46,25 @@ __launch_bounds__(kBlockThreads, kProjectionBlocks<Op, kD, kRows>) void block_pr
 template <class Op, int kD>
 __global__ __launch_bounds__(kBlockThreads, kAttentionBlocks<Op, kD>) void block_attention_kernel(
     const __grid_constant__ BlockAttentionParams p) {
+  using Shape = BlockAttentionShape<Op, kD>;
   extern __shared__ __align__(16) char smem[];
-  let_next_kernel_start();
+  auto& shared = *reinterpret_cast<typename Shape::SharedStorage*>(smem);
   const int splits = 1 << p.log2_key_splits, block = blockIdx.x;
-  attend_tile<Op, kD>(p, block >> p.log2_key_splits, {block & (splits - 1), splits}, smem);
+  attend_tile<Shape>(p, block >> p.log2_key_splits, {block & (splits - 1), splits}, shared);
+}
+
+// Bytes of shared memory for the stages that a group's tiles have. What they leave has room for
+// blocks of the next kernel, which fetch their first operands early.
+template <class Shape>
+size_t projection_smem(const ProjectionGroup& p) {
+  constexpr size_t kUnasked = 48 * 1024;  // a kernel gets without asking for more
+  int stages = 0;
+  for (int i = 0; i < p.count; ++i) {
+    const int share = ceil_div(p.members[i].depth, 1 << p.log2_depth_splits);
+    stages = std::max(stages, ceil_div(share, Shape::kDepth));
+  }
+  const size_t needed = std::max<int>(stages * Shape::kStageBytes, Shape::kFinalBytes);
+  return needed <= kUnasked ? needed : Shape::kSmemBytes;
 }
 
 template <class Op, int kD, int kRows>
@@ -62,7 +78,8 @@ void launch_projections(const ProjectionGroup& group, cudaStream_t stream) {
   int64_t blocks = 0;
   for (int i = 0; i < p.count; ++i) blocks += p.tiles[i];
   launch_chained(kKernel, kName, blocks << p.log2_depth_splits, kBlockThreads,
-                 ProjectionShape<Op, kD, kRows>::kSmemBytes, stream, p, 1 << p.log2_depth_splits);
+                 projection_smem<ProjectionShape<Op, kD, kRows>>(p), stream, p,
+                 1 << p.log2_depth_splits);
 }
 
 template <class Op, int kD>

@@ -195,6 +195,7 @@ __device__ __forceinline__ void differentiate_keys(const BlockAttentionBackwardP
     commit_copies();  // also an empty group, so that their count is known
   };
   load_next(0);  // in one group with the keys
+  let_next_kernel_start();
   wait_copies<0>();
   __syncthreads();  // keys are here, brought by all warps, and the first chunk
 
@@ -242,7 +243,6 @@ __global__ __launch_bounds__(
   using ProductShape = GemmShape<ProductOp, Shape::kThreads / 32>;
   extern __shared__ __align__(16) char smem[];
   if (!p.follows_kernel) wait_for_previous_kernel();
-  let_next_kernel_start();
   if (blockIdx.x < p.key_blocks) {
     differentiate_keys<Op, Shape>(p.attention, blockIdx.x,
                                   *reinterpret_cast<typename Shape::SharedStorage*>(smem));

@@ -331,7 +331,6 @@ __global__ __launch_bounds__(
   const BlockAttentionBackwardParams& p = params.attention;
   const AttentionBackwardParams& a = p.attention;
   if (!params.follows_kernel) wait_for_previous_kernel();
-  let_next_kernel_start();
   const QueryTile at(p, blockIdx.x);
   const HeadScores scores(a.sizes, a.scores, at.batch, at.head, kScoreUnit<Element>);
   const int thread = threadIdx.x, warp = thread / 32;
@@ -389,6 +388,7 @@ __global__ __launch_bounds__(
   if (Shape::kEarlyKeys) load_keys(key_warp);
 #pragma unroll
   for (int i = 1; i < Shape::kStages; ++i) load_stage(i, i);
+  let_next_kernel_start();
   wait_for_previous_kernel();
 
   // Angles and what is known of the rows, while the copies are under way

@@ -358,6 +358,7 @@ __device__ __forceinline__ void multiply_gemm_tile(const GemmTask& p, int first_
   wait_for_previous_kernel();
 #pragma unroll 1
   for (int i = 0; i < kStages; ++i) load_left_stage(i, i);
+  let_next_kernel_start();
 
   // One column of tiles also sums the left operand: a thread every kRowParts-th row of a column.
   constexpr int kRowParts = Shape::kThreads / Shape::kM;
@@ -436,7 +437,6 @@ __global__ __launch_bounds__(WideGemmShape<Op>::kThreads, kGemmBlocks<Op>) void 
     const __grid_constant__ BlockProductParams p) {
   extern __shared__ __align__(16) char smem[];
   if (!p.follows_kernel) wait_for_previous_kernel();
-  let_next_kernel_start();
   multiply_group_tile<WideGemmShape<Op>>(p.group, blockIdx.x, smem);
 }
 

@@ -217,13 +217,21 @@ __device__ __forceinline__ void gather_depth(Pair (&values)[kCount], char* excha
   }
   sync_cluster();
   if (depth.rank == 0) {
-#pragma unroll 1
-    for (int peer = 1; peer < 1 << depth.log2_splits; ++peer) {
 #pragma unroll
-      for (int i = 0; i < kCount; ++i) {
-        const float2 more = load_from_peer(mine + i * kBlockThreads, peer);
-        values[i].first += more.x;
-        values[i].second += more.y;
+    for (int i = 0; i < kCount; ++i) {
+      // All loads are under way before the first is added.
+      float2 more[1 << kLargestLog2Splits];
+#pragma unroll
+      for (int peer = 1; peer < 1 << kLargestLog2Splits; ++peer) {
+        more[peer] = make_float2(0.f, 0.f);
+        if (peer < 1 << depth.log2_splits) {
+          more[peer] = load_from_peer(mine + i * kBlockThreads, peer);
+        }
+      }
+#pragma unroll
+      for (int peer = 1; peer < 1 << kLargestLog2Splits; ++peer) {
+        values[i].first += more[peer].x;
+        values[i].second += more[peer].y;
       }
     }
   }
@@ -319,6 +327,7 @@ __device__ __forceinline__ void project_tile(const ProjectionParams& p, bool fol
   if (follows_kernel) wait_for_previous_kernel();
 #pragma unroll
   for (int i = 0; i < kStages - 1; ++i) load_x(i, i);
+  let_next_kernel_start();
 
   // Angles, while the first copies are under way
   const int thread_row = thread / (Shape::kN / 2);
