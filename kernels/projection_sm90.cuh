@@ -71,7 +71,8 @@ __device__ __forceinline__ void produce(const ProjectionKernelParams& params,
   }
 }
 
-// All scribes: the facts of one tile after another, as soon as the consumer has used its last ones.
+// All scribes: the facts of one tile after another, as soon as the consumer has used what their
+// place holds.
 template <class Config, class Element>
 __device__ __forceinline__ void write_facts(const ProjectionKernelParams& params,
                                             ProjectionStorage<Config>& smem, int thread) {
@@ -79,14 +80,15 @@ __device__ __forceinline__ void write_facts(const ProjectionKernelParams& params
   named_barrier_sync(kTurnsReady, kScribeThreads);
   uint32_t tile = 0;
   for (int index = blockIdx.x; index < params.num_tiles; index += gridDim.x, ++tile) {
-    const uint32_t consumer = tile % kProjectionConsumers, lap = tile / kProjectionConsumers;
+    const uint32_t consumer = tile % kProjectionConsumers;
+    const RingPlace<Config::kFactSets> set(tile / kProjectionConsumers);
     const TilePlace place = locate_tile(params.schedule, params.count, index);
-    mbarrier_wait(smem.facts_empty[consumer], lap % 2 ^ 1);
-    prepare_tile<Config, Element>(smem.facts[consumer], params.members[place.member],
+    mbarrier_wait(smem.facts_empty[consumer][set.stage], set.parity ^ 1);
+    prepare_tile<Config, Element>(smem.facts[consumer][set.stage], params.members[place.member],
                                   smem.turns[place.member], place.row * Config::kRows,
                                   place.column * Config::kChunks,
                                   params.schedule[place.member].shares, thread / 32, thread % 32);
-    mbarrier_arrive(smem.facts_full[consumer]);
+    mbarrier_arrive(smem.facts_full[consumer][set.stage]);
   }
 }
 
@@ -143,7 +145,7 @@ __device__ __forceinline__ void consume(const ProjectionKernelParams& params,
   // The first tile is consumer 0's.
   if (consumer == 1) named_barrier_arrive(kMayMultiply, kProjectionConsumers * kWarpgroup);
 
-  uint32_t facts_parity = 0;
+  RingPlace<Config::kFactSets> set(0);
   // Twice the next tile's position in the ring, plus whose tile it is: one register.
   uint32_t state = 0;
   for (int index = blockIdx.x; index < params.num_tiles; index += gridDim.x) {
@@ -153,13 +155,13 @@ __device__ __forceinline__ void consume(const ProjectionKernelParams& params,
       const GroupedProjection& p = params.members[place.member];
       float accumulators[Config::kRowBlocks][Config::kAccumulators];
       multiply_tile<Config, Element>(accumulators, smem, state / 2, blocks, consumer, thread % 32);
-      mbarrier_wait(smem.facts_full[consumer], facts_parity);
-      finish_tile<Config, Element>(accumulators, p, smem.facts[consumer],
+      mbarrier_wait(smem.facts_full[consumer][set.stage], set.parity);
+      finish_tile<Config, Element>(accumulators, p, smem.facts[consumer][set.stage],
                                    params.schedule[place.member].shares, place.row * Config::kRows,
                                    thread);
       __syncwarp();
-      if (thread % 32 == 0) mbarrier_arrive(smem.facts_empty[consumer]);
-      facts_parity ^= 1;
+      if (thread % 32 == 0) mbarrier_arrive(smem.facts_empty[consumer][set.stage]);
+      set.advance();
     }
     state = (state + 2 * blocks) ^ 1;
   }
@@ -183,8 +185,10 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
       mbarrier_init(smem.empty[stage], kWarpgroup / 32);
     }
     for (int consumer = 0; consumer < kProjectionConsumers; ++consumer) {
-      mbarrier_init(smem.facts_full[consumer], kScribeThreads);
-      mbarrier_init(smem.facts_empty[consumer], kWarpgroup / 32);
+      for (int set = 0; set < Config::kFactSets; ++set) {
+        mbarrier_init(smem.facts_full[consumer][set], kScribeThreads);
+        mbarrier_init(smem.facts_empty[consumer][set], kWarpgroup / 32);
+      }
     }
     fence_mbarrier_init();
     for (int i = 0; i < params.count; ++i) {

@@ -39,6 +39,9 @@ struct ProjectionConfig {
 
   static constexpr int kRowBlocks = kRows / 64;       // wgmmas a k step
   static constexpr int kAccumulators = kColumns / 2;  // of a thread, a row block
+  // Facts of a consumer's next tile are written down while it finishes the last one, where shared
+  // memory has room for both.
+  static constexpr int kFactSets = kRows > 128 ? 1 : 2;
   static constexpr int kChunks = kColumns / kChunkColumns;
   static constexpr int kUnits = kColumns / kUnitColumns;
   static constexpr uint32_t kRowBytes = kDepthBytes;
@@ -81,10 +84,11 @@ struct ProjectionStorage {
   using Depth = unsigned char[kDepthBytes];
   alignas(1024) Depth x[Config::kStages][Config::kRows];
   alignas(1024) Depth weight[Config::kStages][Config::kColumns];
-  TileFacts<Config> facts[kProjectionConsumers];
+  TileFacts<Config> facts[kProjectionConsumers][Config::kFactSets];
   uint64_t turns[kMaxProjections][kMaxPairs];  // a position, of each pair
   uint64_t full[Config::kStages], empty[Config::kStages];
-  uint64_t facts_full[kProjectionConsumers], facts_empty[kProjectionConsumers];
+  uint64_t facts_full[kProjectionConsumers][Config::kFactSets];
+  uint64_t facts_empty[kProjectionConsumers][Config::kFactSets];
 };
 
 struct ProjectionKernelParams {
