@@ -8,6 +8,7 @@
 #pragma once
 
 #include "attention_forward.cuh"  // defines: OnlineSoftmax
+#include "block_cluster.cuh"
 #include "projection_tile.cuh"
 
 namespace frx {

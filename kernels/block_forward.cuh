@@ -18,21 +18,20 @@
 namespace frx {
 
 // Blocks that share a multiprocessor.
-template <class Op, int kD, int kRows>
-constexpr int kProjectionBlocks = ProjectionShape<Op, kD, kRows>::kResidents;
+template <class Op, int kColumns, int kRows>
+constexpr int kProjectionBlocks = ProjectionShape<Op, kColumns, kRows>::kResidents;
 template <class Op, int kD>
 constexpr int kAttentionBlocks = Op::kSplits || kD == 128 ? 1 : 2;
 
-// kD: the padded head dim, and the columns of a tile.
-template <class Op, int kD, int kRows>
-__global__
-__launch_bounds__(kBlockThreads, kProjectionBlocks<Op, kD, kRows>) void block_projection_kernel(
-    const __grid_constant__ ProjectionGroup group) {
-  using Shape = ProjectionShape<Op, kD, kRows>;
+template <class Op, int kColumns, int kRows>
+__global__ __launch_bounds__(
+    kBlockThreads,
+    kProjectionBlocks<Op, kColumns, kRows>) void block_projection_kernel(const __grid_constant__
+                                                                             ProjectionGroup
+                                                                                 group) {
+  using Shape = ProjectionShape<Op, kColumns, kRows>;
   extern __shared__ __align__(16) char smem[];
-  const int log2_splits = group.log2_depth_splits;
-  const DepthShare depth{static_cast<int>(blockIdx.x) & ((1 << log2_splits) - 1), log2_splits};
-  int tile = blockIdx.x >> log2_splits, member = 0;
+  int tile = blockIdx.x, member = 0;
   while (tile >= group.tiles[member]) tile -= group.tiles[member++];
   // What comes before the block is complete, also for the kernels after this one, before any of
   // them reads an argument.
@@ -40,7 +39,7 @@ __launch_bounds__(kBlockThreads, kProjectionBlocks<Op, kD, kRows>) void block_pr
   const ProjectionParams& p = group.members[member];
   const int row_tile = quotient(tile, p.column_tiles);
   const int column_tile = tile - row_tile * p.column_tiles.value;
-  project_tile<Op, Shape>(p, group.follows_kernel, row_tile * kRows, column_tile * kD, depth, smem);
+  project_tile<Op, Shape>(p, group.follows_kernel, row_tile * kRows, column_tile * kColumns, smem);
 }
 
 template <class Op, int kD>
@@ -58,32 +57,27 @@ __global__ __launch_bounds__(kBlockThreads, kAttentionBlocks<Op, kD>) void block
 template <class Shape>
 size_t projection_smem(const ProjectionGroup& p) {
   constexpr size_t kUnasked = 48 * 1024;  // a kernel gets without asking for more
-  int stages = 0;
-  for (int i = 0; i < p.count; ++i) {
-    const int share = ceil_div(p.members[i].depth, 1 << p.log2_depth_splits);
-    stages = std::max(stages, ceil_div(share, Shape::kDepth));
-  }
-  const size_t needed = std::max<int>(stages * Shape::kStageBytes, Shape::kFinalBytes);
+  int depth = 0;
+  for (int i = 0; i < p.count; ++i) depth = std::max(depth, p.members[i].depth);
+  const size_t stages = ceil_div(depth, Shape::kDepth) * Shape::kStageBytes;
+  const size_t needed = std::max<size_t>(stages, Shape::kSumBytes);
   return needed <= kUnasked ? needed : Shape::kSmemBytes;
 }
 
-template <class Op, int kD, int kRows>
+template <class Op, int kColumns, int kRows>
 void launch_projections(const ProjectionGroup& group, cudaStream_t stream) {
-  constexpr auto kKernel = block_projection_kernel<Op, kD, kRows>;
-  constexpr const char* kName = "block_projection";
-  ProjectionGroup p = group;
-  if (p.log2_depth_splits > 0 && !waits_for_previous_kernel(kKernel, kName)) {
-    p.log2_depth_splits = 0;
-  }
   int64_t blocks = 0;
-  for (int i = 0; i < p.count; ++i) blocks += p.tiles[i];
-  launch_chained(kKernel, kName, blocks << p.log2_depth_splits, kBlockThreads,
-                 projection_smem<ProjectionShape<Op, kD, kRows>>(p), stream, p,
-                 1 << p.log2_depth_splits);
+  for (int i = 0; i < group.count; ++i) blocks += group.tiles[i];
+  launch_chained(block_projection_kernel<Op, kColumns, kRows>, "block_projection", blocks,
+                 kBlockThreads, projection_smem<ProjectionShape<Op, kColumns, kRows>>(group),
+                 stream, group);
 }
 
 template <class Op, int kD>
 void launch_projections(const ProjectionGroup& group, cudaStream_t stream) {
+  if (group.tile_columns == kBlockNarrowColumns) {
+    return launch_projections<Op, kBlockNarrowColumns, kBlockLowTile>(group, stream);
+  }
   switch (group.tile_rows) {
     case kBlockLowTile:
       return launch_projections<Op, kD, kBlockLowTile>(group, stream);

@@ -32,7 +32,7 @@ struct ProjectionGroup {
   int32_t tiles[3];
   int32_t count;
   int32_t tile_rows;
-  int32_t log2_depth_splits;  // 2^this blocks share the depth of a tile
+  int32_t tile_columns;
   // x comes from the kernel before, weights do not: they are fetched while that one still runs.
   bool follows_kernel;
 };
@@ -54,9 +54,10 @@ struct BlockForwardParams {
 
 // Rows of a projection tile. Its columns are the padded head dim, so that rotated pairs stay
 // together. The highest tile is bounded by registers: accumulators, and the angles of a thread's
-// pairs.
+// pairs. The narrowest has eight pairs of columns that are rotated together, wherever they lie.
 constexpr int kBlockLowTile = 16;
 constexpr int kBlockMiddleTile = 32;
+constexpr int kBlockNarrowColumns = 16;
 FRX_HOST_DEVICE constexpr int block_high_tile(int tile_columns) {
   return tile_columns == 32 ? 96 : 64;
 }
@@ -65,6 +66,14 @@ constexpr int kLargestLog2Splits = 3;  // clusters of 8 blocks are what every Ho
 
 inline int64_t projection_tiles(const ProjectionParams& p, int tile_rows, int tile_columns) {
   return static_cast<int64_t>(ceil_div(p.rows, tile_rows)) * ceil_div(p.columns, tile_columns);
+}
+
+inline int64_t count_tiles(const ProjectionGroup& group, int tile_rows, int tile_columns) {
+  int64_t tiles = 0;
+  for (int i = 0; i < group.count; ++i) {
+    tiles += projection_tiles(group.members[i], tile_rows, tile_columns);
+  }
+  return tiles;
 }
 
 // Blocks of projection tiles that share a multiprocessor, bounded by registers.
@@ -82,10 +91,7 @@ inline int choose_tile_rows(const ProjectionGroup& group, int tile_columns, int 
   int best = 0;
   int64_t least = INT64_MAX;
   for (int rows : {kBlockLowTile, kBlockMiddleTile, block_high_tile(tile_columns)}) {
-    int64_t tiles = 0;
-    for (int i = 0; i < group.count; ++i) {
-      tiles += projection_tiles(group.members[i], rows, tile_columns);
-    }
+    const int64_t tiles = count_tiles(group, rows, tile_columns);
     const int64_t sms = num_sms, slots = sms * block_residents(tile_columns, rows, is_fp32);
     const int64_t cost = ceil_div(tiles, sms) * rows + ceil_div(tiles, slots) * kLatencyRows;
     if (cost < least) {
@@ -96,20 +102,8 @@ inline int choose_tile_rows(const ProjectionGroup& group, int tile_columns, int 
   return best;
 }
 
-// Few tiles leave multiprocessors idle: as many blocks share the depth of each as there is room
-// for, while every block still has a stage of it.
-inline int choose_log2_depth_splits(const ProjectionGroup& group, int64_t tiles, int num_sms) {
-  constexpr int kLeastDepth = 128;
-  int depth = INT32_MAX, log2_splits = 0;
-  for (int i = 0; i < group.count; ++i) depth = smaller(depth, group.members[i].depth);
-  while (log2_splits < kLargestLog2Splits && tiles << (log2_splits + 1) <= num_sms &&
-         depth >> (log2_splits + 1) >= kLeastDepth) {
-    ++log2_splits;
-  }
-  return log2_splits;
-}
-
-// The same for the keys of attention: every warp still has two chunks.
+// Few tiles leave multiprocessors idle: as many blocks share the keys of each as there is room for,
+// while every warp still has two chunks.
 inline int choose_log2_key_splits(int64_t tiles, int num_keys, int64_t slots) {
   constexpr int kLeastKeys = 256;
   int log2_splits = 0;
@@ -120,18 +114,18 @@ inline int choose_log2_key_splits(int64_t tiles, int num_keys, int64_t slots) {
   return log2_splits;
 }
 
-// Fills in everything that follows from the sizes.
-inline void plan_projections(ProjectionGroup& group, int tile_columns, int num_sms, bool is_fp32) {
-  group.tile_rows = choose_tile_rows(group, tile_columns, num_sms, is_fp32);
-  int64_t tiles = 0;
+// Fills in everything that follows from the sizes. head_columns: the padded head dim.
+inline void plan_projections(ProjectionGroup& group, int head_columns, int num_sms, bool is_fp32) {
+  group.tile_rows = choose_tile_rows(group, head_columns, num_sms, is_fp32);
+  const bool is_narrow = 2 * count_tiles(group, kBlockLowTile, head_columns) <= num_sms;
+  if (is_narrow) group.tile_rows = kBlockLowTile;
+  group.tile_columns = is_narrow ? kBlockNarrowColumns : head_columns;
   for (int i = 0; i < group.count; ++i) {
     ProjectionParams& p = group.members[i];
-    group.tiles[i] = static_cast<int32_t>(projection_tiles(p, group.tile_rows, tile_columns));
-    p.column_tiles = make_divisor(ceil_div(p.columns, tile_columns));
+    group.tiles[i] = static_cast<int32_t>(projection_tiles(p, group.tile_rows, group.tile_columns));
+    p.column_tiles = make_divisor(ceil_div(p.columns, group.tile_columns));
     plan_rotation(p.rotation);
-    tiles += group.tiles[i];
   }
-  group.log2_depth_splits = choose_log2_depth_splits(group, tiles, num_sms);
 }
 
 }  // namespace frx

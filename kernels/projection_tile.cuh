@@ -1,12 +1,11 @@
 // One tile of a projection, out = rotate(x @ weight^T + bias), by a whole block.
 //
-// Eight warps: up to two along the rows, kN / 32 along the columns, the rest shares the depth, so
+// Eight warps: up to two along the rows, one for each 32 columns, the rest shares the depth, so
 // that a small tile keeps all of them busy. Copies run several stages ahead of the products. While
 // the first ones are under way each thread computes the angles of its pairs; in the end the shares
 // of the depth meet in shared memory, in fp32, where a thread finds both members of a pair.
 #pragma once
 
-#include "block_cluster.cuh"
 #include "block_params.h"
 #include "chained_launch.cuh"
 #include "mma.cuh"
@@ -26,7 +25,9 @@ struct ProjectionShape {
   static constexpr int kM = kRows, kN = kColumns;
   static constexpr int kRowWarps = kM >= 32 ? 2 : 1;
   static constexpr int kMT = kM / 16 / kRowWarps;
-  static constexpr int kColumnWarps = kN / 32;
+  static constexpr bool kIsNarrow = kN == kBlockNarrowColumns;
+  static constexpr int kColumnWarps = kIsNarrow ? 1 : kN / 32;
+  static constexpr int kNT = kN / 8 / kColumnWarps;  // products of eight columns a warp
   static constexpr int kDepthWarps = kBlockThreads / 32 / kRowWarps / kColumnWarps;
   // A stage: 256 bytes of every row.
   static constexpr int kLine = 128 / static_cast<int>(sizeof(Element));
@@ -41,7 +42,9 @@ struct ProjectionShape {
   static constexpr int kStageElements = (kM + kN) * kDepth;
   static constexpr int kStageBytes = kStageElements * static_cast<int>(sizeof(Element));
   static constexpr int kFitting = kSmemABlock / kStageBytes;
-  static constexpr int kStages = kFitting < 4 ? kFitting : 4;
+  // A narrow tile has little to multiply: what it reads is under way at once.
+  static constexpr int kMostStages = kIsNarrow ? 8 : 4;
+  static constexpr int kStages = kFitting < kMostStages ? kFitting : kMostStages;
   static_assert(kStages >= 2, "one stage is multiplied while the next arrives");
 
   // Rows 32 bytes apart modulo 128: accumulators are written without bank conflicts.
@@ -49,17 +52,15 @@ struct ProjectionShape {
   static constexpr int kSumElements = kM * kSumStride;
   static constexpr int kSumBytes = kDepthWarps * kSumElements * static_cast<int>(sizeof(float));
 
-  // The pairs of one thread: one pair of columns in every kRowStep-th row.
+  // The pairs of one thread: one pair of columns in every kRowStep-th row. Of a narrow tile half of
+  // the threads have none.
   static constexpr int kRowStep = kBlockThreads / (kN / 2);
   static constexpr int kRowsAThread = (kM + kRowStep - 1) / kRowStep;
 
-  // Behind the sums lie those of the block, for another block of its cluster.
-  static constexpr int kExchangeBytes = kRowsAThread * kBlockThreads * sizeof(float2);
-  static constexpr int kFinalBytes = kSumBytes + kExchangeBytes;
   static constexpr int kSmemBytes =
-      kStages * kStageBytes > kFinalBytes ? kStages * kStageBytes : kFinalBytes;
+      kStages * kStageBytes > kSumBytes ? kStages * kStageBytes : kSumBytes;
   static_assert(kSmemBytes <= 96 * 1024, "what every GPU since sm_80 gives a block");
-  static_assert(kM % kRowStep == 0, "every thread has as many pairs");
+  static_assert(kM % kRowStep == 0 || kIsNarrow, "every thread has as many pairs");
 };
 
 // Two columns of a projection that are handled together, and the rotation that turns them.
@@ -130,12 +131,6 @@ __device__ __forceinline__ void find_angles(CosSin (&angles)[kCount], const Proj
   }
 }
 
-// One block's share of the depth of a tile, where 2^log2_splits blocks of a cluster have one each.
-struct DepthShare {
-  int rank;
-  int log2_splits;
-};
-
 // Copies stages of kRows rows of a [rows, depth] matrix to shared memory.
 template <class Tile, int kRows, int kThreads = kBlockThreads>
 class StageCopier {
@@ -149,6 +144,22 @@ class StageCopier {
         step_bytes_(static_cast<int64_t>(depth) * (Copier::kRowStep * sizeof(Element))) {
     const int row = copier_.row() < rows_left_ ? first_row + copier_.row() : 0;
     source_ = reinterpret_cast<const char*>(matrix + static_cast<int64_t>(row) * depth +
+                                            copier_.column());
+  }
+
+  // The columns of a narrow tile that starts at `first_column`, rows of the weight: the first ones
+  // of its pairs, then the second ones.
+  template <class Element>
+  __device__ __forceinline__ StageCopier(const Element* weight, const ProjectionParams& p,
+                                         int first_column, int thread)
+      : copier_(thread), depth_left_(p.depth - copier_.column()) {
+    const ColumnPair pair = column_pair(p, first_column + copier_.row() % 8 * 2);
+    const bool exists = pair.first < p.columns;
+    rows_left_ = exists ? kRows : 0;
+    step_bytes_ = static_cast<int64_t>(pair.second - pair.first) * p.depth * sizeof(Element);
+    const int row = !exists ? 0 : copier_.row() < 8 ? pair.first : pair.second;
+    static_assert(Copier::kRowStep >= 8, "a thread's rows are those of one pair");
+    source_ = reinterpret_cast<const char*>(weight + static_cast<int64_t>(row) * p.depth +
                                             copier_.column());
   }
 
@@ -172,7 +183,7 @@ class StageCopier {
 
 // c += the products of one stage that are this warp's.
 template <class Op, class Shape>
-__device__ __forceinline__ void multiply_stage(float (&c)[Shape::kMT][4][Op::kSums],
+__device__ __forceinline__ void multiply_stage(float (&c)[Shape::kMT][Shape::kNT][Op::kSums],
                                                typename Shape::Tile x_tile,
                                                typename Shape::Tile weight_tile, int warp_row,
                                                int warp_column, int first_step, int lane) {
@@ -184,7 +195,7 @@ __device__ __forceinline__ void multiply_stage(float (&c)[Shape::kMT][4][Op::kSu
       a[m] = Op::load_a(x_tile, warp_row + 16 * m, first_step + k, lane);
     }
 #pragma unroll
-    for (int n = 0; n < 4; n += 2) {
+    for (int n = 0; n < Shape::kNT; n += 2) {
       typename Op::B b[2];
       Op::load_b(b, weight_tile, warp_column + 8 * n, first_step + k, lane);
 #pragma unroll
@@ -203,67 +214,31 @@ __device__ __forceinline__ Pair bias_of(const ProjectionParams& p, const ColumnP
   return {to_float(bias[columns.first]), to_float(bias[columns.second])};
 }
 
-// Where several blocks share the depth: the first one adds up what all have. The others give
-// theirs.
-template <int kCount>
-__device__ __forceinline__ void gather_depth(Pair (&values)[kCount], char* exchange,
-                                             const DepthShare& depth) {
-  float2* mine = reinterpret_cast<float2*>(exchange) + threadIdx.x;
-  if (depth.rank > 0) {
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      mine[i * kBlockThreads] = make_float2(values[i].first, values[i].second);
-    }
-  }
-  sync_cluster();
-  if (depth.rank == 0) {
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      // All loads are under way before the first is added.
-      float2 more[1 << kLargestLog2Splits];
-#pragma unroll
-      for (int peer = 1; peer < 1 << kLargestLog2Splits; ++peer) {
-        more[peer] = make_float2(0.f, 0.f);
-        if (peer < 1 << depth.log2_splits) {
-          more[peer] = load_from_peer(mine + i * kBlockThreads, peer);
-        }
-      }
-#pragma unroll
-      for (int peer = 1; peer < 1 << kLargestLog2Splits; ++peer) {
-        values[i].first += more[peer].x;
-        values[i].second += more[peer].y;
-      }
-    }
-  }
-  sync_cluster();
-}
-
-// Sums the shares of the depth, adds the bias, rotates, rounds once and stores.
+// Sums the shares of the depth, adds the bias, rotates, rounds once and stores. first, second:
+// where the thread's columns are within the tile.
 template <class Shape, int kCount>
-__device__ __forceinline__ void finish_tile(const ProjectionParams& p, char* smem,
-                                            const ColumnPair& columns, Pair bias,
-                                            const CosSin (&angles)[kCount], int first_row,
-                                            int first_column, int thread_row,
-                                            const DepthShare& depth) {
+__device__ __forceinline__ void finish_tile(const ProjectionParams& p, const char* smem,
+                                            const ColumnPair& columns, int first, int second,
+                                            Pair bias, const CosSin (&angles)[kCount],
+                                            int first_row, int thread_row) {
   using Element = typename Shape::Element;
   const float* sums = reinterpret_cast<const float*>(smem);
   const bool adjacent = columns.second == columns.first + 1;
   Pair values[kCount];
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
-    values[i] = depth.rank == 0 ? bias : Pair{0.f, 0.f};
+    values[i] = bias;
 #pragma unroll
     for (int share = 0; share < Shape::kDepthWarps; ++share) {
-      const float* row = sums + share * Shape::kSumElements - first_column +
+      const float* row = sums + share * Shape::kSumElements +
                          (thread_row + i * Shape::kRowStep) * Shape::kSumStride;
-      const float2 both = adjacent ? *reinterpret_cast<const float2*>(row + columns.first)
-                                   : make_float2(row[columns.first], row[columns.second]);
+      const float2 both = second == first + 1 ? *reinterpret_cast<const float2*>(row + first)
+                                              : make_float2(row[first], row[second]);
       values[i].first += both.x;
       values[i].second += both.y;
     }
   }
-  if (depth.log2_splits > 0) gather_depth(values, smem + Shape::kSumBytes, depth);
-  if (depth.rank > 0 || columns.first >= p.columns) return;
+  if (columns.first >= p.columns) return;
   if (columns.pair >= 0 && p.rotation.full_width) {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
@@ -290,10 +265,20 @@ __device__ __forceinline__ void finish_tile(const ProjectionParams& p, char* sme
   }
 }
 
+template <class Shape, class Element>
+__device__ __forceinline__ auto make_weight_copier(const Element* weight, const ProjectionParams& p,
+                                                   int first_column, int thread) {
+  using Copier = StageCopier<typename Shape::Tile, Shape::kN>;
+  if constexpr (Shape::kIsNarrow) {
+    return Copier(weight, p, first_column, thread);
+  } else {
+    return Copier(weight, first_column, p.columns, p.depth, thread);
+  }
+}
+
 template <class Op, class Shape>
 __device__ __forceinline__ void project_tile(const ProjectionParams& p, bool follows_kernel,
-                                             int first_row, int first_column,
-                                             const DepthShare& depth, char* smem) {
+                                             int first_row, int first_column, char* smem) {
   using Element = typename Op::Element;
   using Tile = typename Shape::Tile;
   constexpr int kMT = Shape::kMT, kStages = Shape::kStages;
@@ -304,22 +289,20 @@ __device__ __forceinline__ void project_tile(const ProjectionParams& p, bool fol
   auto weight_tile = [&](int slot) { return Tile{x_tile(slot).data + Shape::kM * Shape::kDepth}; };
   const StageCopier<Tile, Shape::kM> x_copier(static_cast<const Element*>(p.x), first_row, p.rows,
                                               p.depth, thread);
-  const StageCopier<Tile, Shape::kN> weight_copier(static_cast<const Element*>(p.weight),
-                                                   first_column, p.columns, p.depth, thread);
-  const int all_stages = ceil_div(p.depth, Shape::kDepth);
-  const int begin = (all_stages * depth.rank) >> depth.log2_splits;
-  const int num_stages = ((all_stages * (depth.rank + 1)) >> depth.log2_splits) - begin;
+  const auto weight_copier =
+      make_weight_copier<Shape>(static_cast<const Element*>(p.weight), p, first_column, thread);
+  const int num_stages = ceil_div(p.depth, Shape::kDepth);
   const bool is_whole = p.depth % Shape::kDepth == 0 && first_row + Shape::kM <= p.rows &&
                         first_column + Shape::kN <= p.columns;
   auto load_x = [&](int i, int slot) {
     if (i < num_stages) {
-      x_copier.copy(x_tile(slot).address(0, 0), (begin + i) * Shape::kDepth, is_whole);
+      x_copier.copy(x_tile(slot).address(0, 0), i * Shape::kDepth, is_whole);
     }
     commit_copies();  // also an empty group, so that counting them is counting stages
   };
   auto load_weight = [&](int i, int slot) {
     if (i >= num_stages) return;
-    weight_copier.copy(weight_tile(slot).address(0, 0), (begin + i) * Shape::kDepth, is_whole);
+    weight_copier.copy(weight_tile(slot).address(0, 0), i * Shape::kDepth, is_whole);
   };
   // Complete with the first stage of x
 #pragma unroll
@@ -341,7 +324,7 @@ __device__ __forceinline__ void project_tile(const ProjectionParams& p, bool fol
   const int warp_row = warp % Shape::kRowWarps * 16 * kMT;
   const int warp_column = warp / Shape::kRowWarps % Shape::kColumnWarps * 32;
   const int share = warp / Shape::kRowWarps / Shape::kColumnWarps;
-  float c[kMT][4][Op::kSums] = {};
+  float c[kMT][Shape::kNT][Op::kSums] = {};
   int slot = 0, free_slot = kStages - 1;
 #pragma unroll 1
   for (int i = 0; i < num_stages; ++i) {
@@ -362,7 +345,7 @@ __device__ __forceinline__ void project_tile(const ProjectionParams& p, bool fol
 #pragma unroll
   for (int m = 0; m < kMT; ++m) {
 #pragma unroll
-    for (int n = 0; n < 4; ++n) {
+    for (int n = 0; n < Shape::kNT; ++n) {
       float (&sum)[Op::kSums] = c[m][n];
 #pragma unroll
       for (int i = 4; i < Op::kSums; ++i) sum[i - 4] += sum[i];
@@ -374,7 +357,10 @@ __device__ __forceinline__ void project_tile(const ProjectionParams& p, bool fol
     }
   }
   __syncthreads();  // all shares are written
-  finish_tile<Shape>(p, smem, columns, bias, angles, first_row, first_column, thread_row, depth);
+  if (thread_row >= Shape::kM) return;
+  const int first = Shape::kIsNarrow ? thread % 8 : columns.first - first_column;
+  const int second = Shape::kIsNarrow ? 8 + first : columns.second - first_column;
+  finish_tile<Shape>(p, smem, columns, first, second, bias, angles, first_row, thread_row);
 }
 
 }  // namespace frx

@@ -134,17 +134,17 @@ void bind_block(py::module_& m) {
   m.def("quotient", [](int32_t dividend, int32_t divisor) {
     return quotient(dividend, make_divisor(divisor));
   });
-  // Rows of a tile, tiles of each projection.
+  // Rows and columns of a tile, tiles of each projection.
   m.def("plan_projections", [](const std::vector<std::pair<int32_t, int32_t>>& rows_and_columns,
-                               int tile_columns, int num_sms, bool is_fp32) {
+                               int head_columns, int num_sms, bool is_fp32) {
     ProjectionGroup group{};
     for (const auto& [rows, columns] : rows_and_columns) {
       group.members[group.count].rows = rows;
       group.members[group.count++].columns = columns;
     }
-    plan_projections(group, tile_columns, num_sms, is_fp32);
-    return std::make_pair(group.tile_rows,
-                          std::vector<int32_t>(group.tiles, group.tiles + group.count));
+    plan_projections(group, head_columns, num_sms, is_fp32);
+    return std::make_tuple(group.tile_rows, group.tile_columns,
+                           std::vector<int32_t>(group.tiles, group.tiles + group.count));
   });
 }
 
