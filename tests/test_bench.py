@@ -52,6 +52,24 @@ def test_eager_block_computes_the_same(name: str) -> None:
     assert float((got - want).norm() / want.norm()) < 1e-5
 
 
+@pytest.mark.slow
+def test_compiled_peers_run_their_own_backend() -> None:
+    """Two peers have the same code, and torch.compile's caches on disk know it by that."""
+    inputs = draw_inputs(Case("own", 1, 64, 64, H=2, D=32, Dq=64, dtype="fp32"))
+    calls = []
+    for backend in ("flash", "math"):
+        peer = Peer(backend, compiled=True)
+        with peer.active(), torch.no_grad():
+            block = peer.prepare(inputs)
+            block(inputs.leaves)
+            with torch.profiler.profile() as profile:
+                block(inputs.leaves)
+        calls.append({event.key for event in profile.key_averages()})
+    flash, math = (any("flash_attention" in key for key in keys) for keys in calls)
+    assert flash
+    assert not math
+
+
 def sdpa(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     """[B, T, H, D], as the packages have it."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))

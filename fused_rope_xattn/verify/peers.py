@@ -11,6 +11,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
+import torch.compiler.config
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -50,7 +51,14 @@ class Peer(NamedTuple):
     def active(self) -> Iterator[None]:
         """Everything that calls the block must happen in here."""
         backend = BACKENDS.get(self.backend)
-        with nullcontext() if backend is None else sdpa_kernel(backend):
+        # torch.compile's caches know a graph by its code alone: another backend's would be taken.
+        own_graph = torch.compiler.config.patch(  # type: ignore[attr-defined] # added on import
+            force_disable_caches=True
+        )
+        with (
+            nullcontext() if backend is None else sdpa_kernel(backend),
+            own_graph if self.compiled else nullcontext(),
+        ):
             yield
 
     def prepare(self, inputs: Inputs) -> Callable[[Leaves], Tensor]:
