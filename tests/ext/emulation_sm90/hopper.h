@@ -231,10 +231,15 @@ inline void run_grid(int64_t blocks, int threads, size_t smem_bytes, std::functi
   block().fibers = std::vector<Fiber>(threads);
   block().body = std::move(body);
   block().grid_dim.x = static_cast<unsigned>(blocks);
+  constexpr unsigned char kPoison = 0xFF;
   for (int64_t i = 0; i < blocks; ++i) {
-    std::memset(smem, 0xFF, kSmemBytes);
+    std::memset(smem, kPoison, kSmemBytes);
     block().block.x = static_cast<unsigned>(i);
     run_block(random);
+    const auto is_written = [](unsigned char c) { return c != kPoison; };
+    if (std::any_of(smem + smem_bytes, smem + kSmemBytes, is_written)) {
+      throw std::runtime_error("a write past the end of shared memory");
+    }
   }
   block().fibers.clear();
 }

@@ -23,14 +23,17 @@ inline int opaque(int x) { return x; }
 inline float exp2_approx(float x) { return std::exp2(x); }
 
 // A copy lands at once, or only when its thread waits for it: a buffer must be free for the first,
-// and is not full before the second.
+// and is not full before the second. Of what the kernel before has not finished it brings NaN.
 inline void copy_async_16(uint32_t smem, const void* gmem, bool exists) {
   static std::mt19937 dice;
+  const bool is_early = exists && hopper::is_unfinished(gmem);
   const auto copy = [=] {
     if (smem % 16 != 0 || reinterpret_cast<uintptr_t>(gmem) % 16 != 0) {
       throw std::runtime_error("a copy is not aligned");
     }
-    exists ? std::memcpy(hopper::smem + smem, gmem, 16) : std::memset(hopper::smem + smem, 0, 16);
+    unsigned char* const target = hopper::smem + smem;
+    exists && !is_early ? std::memcpy(target, gmem, 16)
+                        : std::memset(target, is_early ? 0xFF : 0, 16);
   };
   if (dice() % 2 == 0) return copy();
   hopper::self().open_group.push_back(copy);
@@ -112,9 +115,29 @@ void mma_m16n8k16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b
   hopper::sync_warp();
 }
 
-// Named by headers that kernels share, not called on the emulator.
-uint32_t load_shared_word(uint32_t);
-uint32_t round_to_tf32(float);
-void mma_m16n8k8_tf32(float (&)[4], const uint32_t (&)[4], uint32_t, uint32_t);
+inline void mma_m16n8k8_tf32(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  brought_by(hopper::block().running) = {a[0], a[1], a[2], a[3], b0, b1};
+  hopper::sync_warp();
+  const int first = first_of_warp(), g = own_lane() / 4, t = own_lane() % 4;
+  for (int i = 0; i < 4; ++i) {
+    for (int k = 0; k < 8; ++k) {
+      const uint32_t left = brought_by(first + 4 * g + k % 4)[k / 4 * 2 + i / 2];
+      const uint32_t right = brought_by(first + 4 * (2 * t + i % 2) + k % 4)[4 + k / 4];
+      c[i] += __uint_as_float(left) * __uint_as_float(right);
+    }
+  }
+  hopper::sync_warp();
+}
+
+inline uint32_t load_shared_word(uint32_t address) {
+  uint32_t word;
+  std::memcpy(&word, hopper::smem + address, sizeof(word));
+  return word;
+}
+
+// To 10 bits of fraction, ties away from zero.
+inline uint32_t round_to_tf32(float x) {
+  return x != x ? 0x7FFFFFFFu : (__float_as_uint(x) + 0x1000u) & 0xFFFFE000u;
+}
 
 }  // namespace frx
