@@ -66,10 +66,10 @@ def passed(**tensors: Tensor | None) -> dict[str, tuple[int, list[int]]]:
     }
 
 
-def whole_buffers(*tensors: Tensor) -> list[tuple[int, int]]:
-    """Address and bytes of the buffer around each tensor."""
-    storages = [t.untyped_storage() for t in tensors]
-    return [(s.data_ptr(), s.nbytes()) for s in storages]
+def extents(tensors: list[Tensor]) -> list[tuple[int, int]]:
+    """Address and bytes from the first to the last element of each tensor."""
+    last = [sum((n - 1) * s for n, s in zip(t.shape, t.stride())) for t in tensors]
+    return [(t.data_ptr(), (n + 1) * t.itemsize) for t, n in zip(tensors, last)]
 
 
 class Case(NamedTuple):
@@ -160,9 +160,7 @@ class Projection:
         assert self.buffers.are_untouched
 
 
-def project(
-    kernel: ModuleType, projections: list[Projection], tile: str, follows: bool, seed: int = 0
-) -> None:
+def project(kernel: ModuleType, projections: list[Projection], tile: str, follows: bool) -> None:
     """All of them in one launch. ``follows``: x is what the kernel before makes, else anything."""
     widest = max(p.case.head_dim for p in projections)
     head_columns = next(n for n in (32, 64, 128) if n >= widest)
@@ -170,9 +168,12 @@ def project(
     rows = dict(zip(TILES, (low, low, middle, high)))
     columns = kernel.narrow_columns if tile == "narrow" else head_columns
     shape = [rows[tile], columns, head_columns]
-    unfinished = [t for p in projections for t in ([p.x] if follows else [p.x, p.weight])]
+    x, weights = extents([p.x for p in projections]), extents([p.weight for p in projections])
     members = [p.params(kernel) for p in projections]
-    kernel.project(projections[0].dtype, members, shape, follows, whole_buffers(*unfinished), seed)
+    unfinished = x if follows else x + weights
+    seed = TILES.index(tile)  # of the order in which threads run
+    dtype = projections[0].dtype
+    kernel.project(dtype, members, shape, follows, x + weights, unfinished, seed)
     for projection in projections:
         projection.check()
 
@@ -194,7 +195,7 @@ def test_projection_types(kernel: ModuleType, name: str, dtype: str, tile: str) 
 def test_projections_of_one_launch(kernel: ModuleType, tile: str) -> None:
     names = "partial, halves", "eight columns", "columns off sixteen"
     group = [Projection(CASES[name], "bf16") for name in names]
-    project(kernel, group, tile, follows=False, seed=1)
+    project(kernel, group, tile, follows=False)
 
 
 class Attention:
@@ -231,7 +232,8 @@ class Attention:
             bias, keep_mask, key_keep, kv_lengths, None, SCALE, causal, 0.0, False
         )
 
-    def check(self, kernel: ModuleType, finished_keys: bool, seed: int = 0) -> None:
+    def check(self, kernel: ModuleType, finished_keys: bool, num_sms: int = 0) -> None:
+        """``num_sms``: of a GPU whose blocks can share a tile's keys; 0: of another."""
         o = self.options
         tensors = passed(
             **{n: getattr(self, n) for n in ("q", "k", "v", "o", "lse")},
@@ -240,9 +242,11 @@ class Attention:
             key_keep=o.key_keep,
             kv_lengths=o.kv_lengths,
         )
-        unfinished = whole_buffers(*([self.q] if finished_keys else [self.q, self.k]))
-        options = SCALE, o.is_causal, finished_keys
-        kernel.attend(self.dtype, list(self.sizes), tensors, *options, unfinished, seed)
+        copied = extents([self.q, self.k, self.v])
+        unfinished = copied[:1] if finished_keys else copied
+        options = SCALE, o.is_causal, finished_keys, copied, unfinished
+        seed = self.sizes.Tk  # of the order in which threads run
+        kernel.attend(self.dtype, list(self.sizes), tensors, *options, seed, num_sms)
         q, k, v = (t.double() for t in (self.q, self.k, self.v))
         want, want_lse = plain_attention(q, k, v, o)
         eps = EPS[self.dtype]
@@ -284,10 +288,24 @@ def test_removed_keys_are_not_read(
     kernel: ModuleType, masked: bool, lengths: list[int] | None, causal: bool, finished_keys: bool
 ) -> None:
     problem = Attention(Sizes(2, 17, 300, 1, 1, 32), "bf16", lengths, masked, causal)
-    problem.check(kernel, finished_keys, seed=1)
+    problem.check(kernel, finished_keys)
 
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_bias_and_mask(kernel: ModuleType, causal: bool) -> None:
     problem = Attention(Sizes(2, 17, 40, 2, 1, 64), "bf16", [40, 30], True, causal, biased=True)
-    problem.check(kernel, finished_keys=False, seed=2)
+    problem.check(kernel, finished_keys=False)
+
+
+@pytest.mark.parametrize("finished_keys", [False, True])
+@pytest.mark.parametrize("keys, num_sms", [(520, 2), (1030, 4), (2048, 16)])
+def test_blocks_share_keys(
+    kernel: ModuleType, keys: int, num_sms: int, finished_keys: bool
+) -> None:
+    problem = Attention(Sizes(1, 3, keys, 2, 2, 32), "bf16", masked=True)
+    problem.check(kernel, finished_keys, num_sms)
+
+
+def test_blocks_without_keys(kernel: ModuleType) -> None:
+    problem = Attention(Sizes(2, 16, 600, 1, 1, 64), "fp16", [100, 0], causal=True)
+    problem.check(kernel, finished_keys=True, num_sms=4)

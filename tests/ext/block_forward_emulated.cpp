@@ -24,7 +24,7 @@ namespace {
 
 // By name: the address of a tensor and its strides.
 using Tensors = std::map<std::string, std::pair<uintptr_t, std::vector<int64_t>>>;
-// Addresses and sizes in bytes of what the kernel before writes.
+// Addresses and sizes in bytes.
 using Ranges = std::vector<std::pair<uintptr_t, int64_t>>;
 
 template <class T>
@@ -48,14 +48,21 @@ ScoresView scores_view(const Tensors& tensors, const char* name) {
           stride(tensors, name, 2), stride(tensors, name, 3)};
 }
 
-void prepare(unsigned seed, const Ranges& unfinished) {
+std::vector<hopper::Range> ranges_of(const Ranges& ranges) {
+  std::vector<hopper::Range> all;
+  for (const auto& [address, bytes] : ranges) {
+    const char* begin = reinterpret_cast<const char*>(address);
+    all.push_back({begin, begin + bytes});
+  }
+  return all;
+}
+
+// copied: what copies may read; unfinished: what the kernel before writes of that.
+void prepare(unsigned seed, const Ranges& copied, const Ranges& unfinished) {
   hopper::smem = reinterpret_cast<unsigned char*>(smem);
   hopper::seed() = seed;
-  hopper::written_in_chain().clear();
-  for (const auto& [address, bytes] : unfinished) {
-    const char* begin = reinterpret_cast<const char*>(address);
-    hopper::written_in_chain().push_back({begin, begin + bytes});
-  }
+  hopper::readable() = ranges_of(copied);
+  hopper::written_in_chain() = ranges_of(unfinished);
 }
 
 // sizes: rows, columns, depth, log2 of the head dim, tokens; rotation: rotary_dim, axes,
@@ -104,9 +111,9 @@ void project(const ProjectionGroup& group, int head_columns) {
 
 // tile: rows and columns of one, and columns of the tiles as wide as a head.
 void run_projections(const std::string& dtype, const std::vector<ProjectionParams>& members,
-                     const std::vector<int>& tile, bool follows_kernel, const Ranges& unfinished,
-                     unsigned seed) {
-  prepare(seed, unfinished);
+                     const std::vector<int>& tile, bool follows_kernel, const Ranges& copied,
+                     const Ranges& unfinished, unsigned seed) {
+  prepare(seed, copied, unfinished);
   ProjectionGroup group{};
   group.tile_rows = tile[0];
   group.tile_columns = tile[1];
@@ -134,11 +141,14 @@ void attend(const BlockAttentionParams& p) {
   throw std::invalid_argument("fp32 heads of 128 are not emulated");
 }
 
-// sizes: B, Tq, Tk, H, Hkv, D. The bias is fp32.
+// sizes: B, Tq, Tk, H, Hkv, D. The bias is fp32. num_sms: of a GPU that has clusters; 0: of
+// another.
 void run_attention(const std::string& dtype, const std::vector<int>& sizes, const Tensors& tensors,
-                   float scale, bool is_causal, bool has_finished_keys, const Ranges& unfinished,
-                   unsigned seed) {
-  prepare(seed, unfinished);
+                   float scale, bool is_causal, bool has_finished_keys, const Ranges& copied,
+                   const Ranges& unfinished, unsigned seed, int num_sms) {
+  prepare(seed, copied, unfinished);
+  emulated_sms() = num_sms;
+  hopper::has_clusters() = num_sms > 0;
   BlockAttentionParams block{};
   AttentionForwardParams& p = block.attention;
   p.sizes = {sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5]};

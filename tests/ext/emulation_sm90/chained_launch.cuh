@@ -1,5 +1,5 @@
-// Chained launches on the emulator, which knows no clusters. It runs one kernel after another, but
-// shows what the one before wrote only to threads that have waited (hopper::Previous).
+// Chained launches on the emulator. It runs one kernel after another, but shows what the one before
+// wrote only to threads that have waited (hopper::Previous).
 #pragma once
 
 #include "device.h"
@@ -12,14 +12,14 @@ inline void let_next_kernel_start() {}
 
 template <class Params>
 bool waits_for_previous_kernel(void (*)(Params), const char*) {
-  return false;
+  return hopper::has_clusters();
 }
 
 template <class Params>
 void launch_chained(void (*kernel)(Params), const char* name, int64_t blocks, int threads,
-                    size_t smem_bytes, cudaStream_t stream, const Params& params, int = 1) {
+                    size_t smem_bytes, cudaStream_t stream, const Params& params, int cluster = 1) {
   hopper::previous().is_chained = true;
-  launch(kernel, name, blocks, threads, smem_bytes, stream, params);
+  launch(kernel, name, blocks, threads, smem_bytes, stream, params, cluster);
   hopper::previous() = {};
 }
 

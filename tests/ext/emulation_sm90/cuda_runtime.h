@@ -36,9 +36,13 @@ inline int min(int a, int b) { return a < b ? a : b; }
 inline int max(int a, int b) { return a > b ? a : b; }
 
 inline void __syncthreads() {
+  hopper::show_copies();
   hopper::meet(hopper::block().named[0], static_cast<int>(hopper::block().fibers.size()));
 }
-inline void __syncwarp() { hopper::sync_warp(); }
+inline void __syncwarp() {
+  hopper::show_copies();
+  hopper::sync_warp();
+}
 
 inline float __ldcg(const float* address) {
   return hopper::is_unfinished(address) ? std::numeric_limits<float>::quiet_NaN() : *address;

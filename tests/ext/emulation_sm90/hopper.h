@@ -1,4 +1,5 @@
-// Runs blocks of a warp-specialised Hopper kernel on the host: one fiber a thread.
+// Runs blocks of a warp-specialised Hopper kernel on the host: one fiber a thread, the blocks of a
+// cluster at the same time.
 //
 // What the hardware does in its own time happens as late or as early as it may: copies land when
 // the scheduler's dice say so, and tensor cores read shared memory only when a thread waits for
@@ -9,6 +10,7 @@
 #include <ucontext.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -62,6 +64,7 @@ struct Fiber {
   bool has_waited = false;                                 // for the kernel before
   std::vector<std::vector<std::function<void()>>> groups;  // of products, oldest first
   std::vector<std::function<void()>> open_group;
+  std::vector<std::function<void()>> unseen;  // copies that it has waited for, other threads not
 };
 
 struct Block {
@@ -72,15 +75,34 @@ struct Block {
   int running = 0;
   std::map<int, Meeting> named;
   std::vector<Meeting> warps;
-  std::vector<uint32_t> offered;  // by each thread, in a shuffle
+  std::vector<uint32_t> offered;                 // by each thread, in a shuffle
+  std::vector<std::array<uint32_t, 6>> brought;  // likewise, to an instruction of the whole warp
   std::map<const void*, Mbarrier> mbarriers;
   std::vector<std::function<void()>> copies;  // under way
   std::exception_ptr failure;                 // of a fiber, for whoever runs the block
+  std::vector<int> order;                     // of threads
+  std::vector<int> rests;                     // of each warp: rounds that it does not take part in
+  int left = 0;                               // threads that are not done
+  std::vector<unsigned char> smem;            // while another block of the cluster runs
 };
 
-inline Block& block() {
-  static Block instance;
+struct Cluster {
+  std::vector<Block> blocks;
+  int running = 0;
+  Meeting meeting;
+};
+
+inline Cluster& cluster() {
+  static Cluster instance{std::vector<Block>(1)};
   return instance;
+}
+
+inline Block& block() { return cluster().blocks[cluster().running]; }
+
+// Whether blocks run in clusters where a kernel wants to.
+inline bool& has_clusters() {
+  static bool value = false;
+  return value;
 }
 
 inline unsigned& seed() {
@@ -121,6 +143,21 @@ inline bool is_unfinished(const void* address) {
                      [address](const Range& range) { return range.has(address); });
 }
 
+// Where copies may read; empty: anywhere.
+inline std::vector<Range>& readable() {
+  static std::vector<Range> instance;
+  return instance;
+}
+
+inline void check_read(const void* address, int bytes) {
+  const std::vector<Range>& ranges = readable();
+  const void* last = static_cast<const char*>(address) + bytes - 1;
+  const auto holds = [=](const Range& range) { return range.has(address) && range.has(last); };
+  if (!ranges.empty() && std::none_of(ranges.begin(), ranges.end(), holds)) {
+    throw std::runtime_error("a copy reads outside of every tensor");
+  }
+}
+
 inline void check_store() {
   if (previous().is_chained && !self().has_waited) {
     throw std::runtime_error("a thread stores before it has waited for the kernel before");
@@ -144,6 +181,12 @@ inline void meet(Meeting& meeting, int threads) {
   const uint64_t round = meeting.round;
   arrive(meeting, threads);
   wait_until([&meeting, round] { return meeting.round != round; });
+}
+
+// What a barrier does beside waiting: others see what this thread has waited for.
+inline void show_copies() {
+  for (const auto& copy : self().unseen) copy();
+  self().unseen.clear();
 }
 
 inline void sync_warp() { meet(block().warps[block().running / kWarp], kWarp); }
@@ -173,7 +216,16 @@ inline void run_fiber() {
   swapcontext(&self().context, &block().scheduler);
 }
 
-inline void run_block(std::mt19937& random) {
+// The block of the cluster whose threads run, and whose shared memory lies where kernels see it.
+inline void switch_to(int rank) {
+  Cluster& c = cluster();
+  if (rank == c.running) return;
+  block().smem.assign(smem, smem + kSmemBytes);
+  c.running = rank;
+  std::copy(block().smem.begin(), block().smem.end(), smem);
+}
+
+inline void start_block() {
   Block& b = block();
   const int count = static_cast<int>(b.fibers.size());
   for (int i = 0; i < count; ++i) {
@@ -182,6 +234,7 @@ inline void run_block(std::mt19937& random) {
     fiber.may_go_on = nullptr;
     fiber.groups.clear();
     fiber.open_group.clear();
+    fiber.unseen.clear();
     getcontext(&fiber.context);
     fiber.context.uc_stack.ss_sp = fiber.stack.get();
     fiber.context.uc_stack.ss_size = kStackBytes;
@@ -194,54 +247,104 @@ inline void run_block(std::mt19937& random) {
   b.failure = nullptr;
   b.warps.assign(count / kWarp, Meeting());
   b.offered.assign(count, 0);
-  std::vector<int> order(count);
-  std::iota(order.begin(), order.end(), 0);
-  const auto land = [&] {
-    const size_t which = random() % b.copies.size();
-    const auto copy = b.copies[which];
-    b.copies.erase(b.copies.begin() + which);
-    copy();
-  };
-  for (int left = count; left > 0;) {
-    // Warps in a new order each time, lanes likewise.
-    std::shuffle(order.begin(), order.end(), random);
-    bool moved = false;
-    for (int i : order) {
-      Fiber& fiber = b.fibers[i];
-      if (fiber.is_done || (fiber.may_go_on && !fiber.may_go_on())) continue;
-      fiber.may_go_on = nullptr;
-      b.running = i;
-      b.thread.x = static_cast<unsigned>(i);
-      swapcontext(&b.scheduler, &fiber.context);
-      if (b.failure) std::rethrow_exception(b.failure);
-      left -= fiber.is_done;
-      moved = true;
-      if (!b.copies.empty() && random() % 64 == 0) land();
-    }
-    if (moved) continue;
-    if (b.copies.empty() && left > 0) throw std::runtime_error("threads wait for each other");
-    if (!b.copies.empty()) land();
-  }
-  if (!b.copies.empty()) throw std::runtime_error("the block ends while copies are under way");
+  b.brought.assign(count, {});
+  b.order.resize(count);
+  std::iota(b.order.begin(), b.order.end(), 0);
+  b.rests.assign(count / kWarp, 0);
+  b.left = count;
 }
 
-inline void run_grid(int64_t blocks, int threads, size_t smem_bytes, std::function<void()> body) {
-  if (smem_bytes > kSmemBytes) throw std::runtime_error("more shared memory than a block may have");
-  std::mt19937 random(seed());
-  block().fibers = std::vector<Fiber>(threads);
-  block().body = std::move(body);
-  block().grid_dim.x = static_cast<unsigned>(blocks);
-  constexpr unsigned char kPoison = 0xFF;
-  for (int64_t i = 0; i < blocks; ++i) {
-    std::memset(smem, kPoison, kSmemBytes);
-    block().block.x = static_cast<unsigned>(i);
-    run_block(random);
-    const auto is_written = [](unsigned char c) { return c != kPoison; };
-    if (std::any_of(smem + smem_bytes, smem + kSmemBytes, is_written)) {
-      throw std::runtime_error("a write past the end of shared memory");
+inline void land_copy(std::mt19937& random) {
+  Block& b = block();
+  const size_t which = random() % b.copies.size();
+  const auto copy = b.copies[which];
+  b.copies.erase(b.copies.begin() + which);
+  copy();
+}
+
+// Every thread of the block as far as it can go; whether anything happened. Now and then a warp
+// rests for a while, so that others get far ahead of it if nothing makes them wait.
+inline bool run_round(std::mt19937& random) {
+  Block& b = block();
+  // Warps in a new order each time, lanes likewise.
+  std::shuffle(b.order.begin(), b.order.end(), random);
+  for (int& rest : b.rests) {
+    if (rest > 0) {
+      --rest;
+    } else if (random() % 64 == 0) {
+      rest = static_cast<int>(random() % 64);
     }
   }
-  block().fibers.clear();
+  bool moved = false;
+  for (int i : b.order) {
+    Fiber& fiber = b.fibers[i];
+    if (fiber.is_done || (fiber.may_go_on && !fiber.may_go_on())) continue;
+    if (b.rests[i / kWarp] > 0) {
+      moved = true;
+      continue;
+    }
+    fiber.may_go_on = nullptr;
+    b.running = i;
+    b.thread.x = static_cast<unsigned>(i);
+    swapcontext(&b.scheduler, &fiber.context);
+    if (b.failure) std::rethrow_exception(b.failure);
+    b.left -= fiber.is_done;
+    moved = true;
+    if (!b.copies.empty() && random() % 64 == 0) land_copy(random);
+  }
+  if (moved || b.copies.empty()) return moved;
+  land_copy(random);
+  return true;
+}
+
+inline void run_cluster(std::mt19937& random) {
+  std::vector<int> ranks(cluster().blocks.size());
+  std::iota(ranks.begin(), ranks.end(), 0);
+  for (int left = 1; left > 0;) {
+    left = 0;
+    bool moved = false;
+    std::shuffle(ranks.begin(), ranks.end(), random);
+    for (int rank : ranks) {
+      switch_to(rank);
+      if (block().left > 0) moved |= run_round(random);
+      left += block().left;
+    }
+    if (!moved && left > 0) throw std::runtime_error("threads wait for each other");
+  }
+}
+
+inline void run_grid(int64_t blocks, int threads, size_t smem_bytes, std::function<void()> body,
+                     int cluster_size = 1) {
+  constexpr unsigned char kPoison = 0xFF;
+  if (smem_bytes > kSmemBytes) throw std::runtime_error("more shared memory than a block may have");
+  std::mt19937 random(seed());
+  cluster() = {std::vector<Block>(cluster_size)};
+  for (Block& b : cluster().blocks) {
+    b.fibers = std::vector<Fiber>(threads);
+    b.body = body;
+    b.grid_dim.x = static_cast<unsigned>(blocks);
+    b.smem.resize(kSmemBytes);
+  }
+  for (int64_t first = 0; first < blocks; first += cluster_size) {
+    for (int rank = 0; rank < cluster_size; ++rank) {
+      switch_to(rank);
+      std::memset(smem, kPoison, kSmemBytes);
+      block().block.x = static_cast<unsigned>(first + rank);
+      start_block();
+    }
+    run_cluster(random);
+    for (int rank = 0; rank < cluster_size; ++rank) {
+      switch_to(rank);
+      if (!block().copies.empty()) {
+        throw std::runtime_error("the block ends while copies are under way");
+      }
+      const auto is_written = [](unsigned char c) { return c != kPoison; };
+      if (std::any_of(smem + smem_bytes, smem + kSmemBytes, is_written)) {
+        throw std::runtime_error("a write past the end of shared memory");
+      }
+    }
+  }
+  cluster() = {std::vector<Block>(1)};
 }
 
 // 128-byte swizzle: 16-byte pieces of a row are permuted by the row's number within eight.

@@ -144,10 +144,12 @@ inline void st_global_v4(void* destination, uint4 x) {
 }
 
 inline void named_barrier_sync(int id, int threads) {
+  hopper::show_copies();
   hopper::meet(hopper::block().named[id], threads);
 }
 
 inline void named_barrier_arrive(int id, int threads) {
+  hopper::show_copies();
   hopper::arrive(hopper::block().named[id], threads);
 }
 

@@ -22,10 +22,12 @@ namespace frx {
 inline int opaque(int x) { return x; }
 inline float exp2_approx(float x) { return std::exp2(x); }
 
-// A copy lands at once, or only when its thread waits for it: a buffer must be free for the first,
-// and is not full before the second. Of what the kernel before has not finished it brings NaN.
+// A copy lands at once, or only at the barrier after its thread has waited for it: a buffer must be
+// free for the first, and is not full before the second. Of what the kernel before has not finished
+// it brings NaN.
 inline void copy_async_16(uint32_t smem, const void* gmem, bool exists) {
   static std::mt19937 dice;
+  if (exists) hopper::check_read(gmem, 16);
   const bool is_early = exists && hopper::is_unfinished(gmem);
   const auto copy = [=] {
     if (smem % 16 != 0 || reinterpret_cast<uintptr_t>(gmem) % 16 != 0) {
@@ -52,17 +54,15 @@ inline void commit_copies() {
 template <int kPending>
 void wait_copies() {
   auto& groups = hopper::self().groups;
+  auto& unseen = hopper::self().unseen;
   while (groups.size() > kPending) {
-    for (const auto& copy : groups.front()) copy();
+    unseen.insert(unseen.end(), groups.front().begin(), groups.front().end());
     groups.erase(groups.begin());
   }
 }
 
 // What the lanes of each warp brought to the instruction that they execute together.
-inline std::array<uint32_t, 6>& brought_by(int thread) {
-  static std::array<uint32_t, 6> words[1024];
-  return words[thread];
-}
+inline std::array<uint32_t, 6>& brought_by(int thread) { return hopper::block().brought[thread]; }
 inline int first_of_warp() { return hopper::block().running / hopper::kWarp * hopper::kWarp; }
 inline int own_lane() { return hopper::block().running % hopper::kWarp; }
 
