@@ -18,6 +18,7 @@ bool waits_for_previous_kernel(void (*)(Params), const char*) {
 template <class Params>
 void launch_chained(void (*kernel)(Params), const char* name, int64_t blocks, int threads,
                     size_t smem_bytes, cudaStream_t stream, const Params& params, int cluster = 1) {
+  if (blocks == 0) return;  // no launch takes place
   hopper::previous().is_chained = true;
   launch(kernel, name, blocks, threads, smem_bytes, stream, params, cluster);
   hopper::previous() = {};
