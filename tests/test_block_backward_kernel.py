@@ -17,16 +17,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from block_kernels import EPS, SCALE, Buffers, half, neighbours
 from ext.build import load_extension
 from formulas import plain_attention, plain_norm_rope
 from fused_rope_xattn.block_ops import BlockNeeds
 from fused_rope_xattn.config import NormSpec, RotationSpec
 from fused_rope_xattn.ops import ScoreOptions
 from problems import Sizes, assert_tensor_near
-from test_block_forward_kernel import EPS, SCALE, Buffers, half, neighbours
 
-# Bounds in units of a gradient's largest number times eps of what is multiplied. Most of the error
-# is that of dout, dq, dk and dv, which are rounded on the way.
+# Bounds in units of a gradient's largest number times EPS. Most of the error is that of dout, dq,
+# dk and dv, which are rounded on the way.
 ULPS = {"bf16": 2, "fp16": 2, "fp32": 16, "tf32": 4}
 
 # Gradients of one side and what else they take.

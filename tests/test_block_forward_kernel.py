@@ -15,20 +15,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from block_kernels import EPS, SCALE, Buffers, half, neighbours
 from ext.build import load_extension
 from formulas import plain_attention, plain_norm_rope
 from fused_rope_xattn.config import NormSpec, RotationSpec
 from fused_rope_xattn.ops import ScoreOptions
-from margins import Margins
 from problems import Sizes, assert_tensor_near
 
-SCALE = 0.2
-BASE = 100.0
-TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}  # all others are stored as fp32
 POSITION_TYPES = {None: 0, torch.int32: 1, torch.int64: 2, torch.float32: 3, torch.float64: 4}
 TILES = "narrow", "low", "middle", "high"
-# Bounds of a projection and of o, in units of the largest number times eps of what is multiplied.
-EPS = {"bf16": 2.0**-7, "fp16": 2.0**-10, "fp32": 2.0**-23, "tf32": 2.0**-10}
+# Bounds of a projection and of o, in units of the largest number times EPS.
 PROJECTION_ULPS = {"bf16": 1, "fp16": 1, "fp32": 16, "tf32": 2}
 OUTPUT_ULPS = {"bf16": 2, "fp16": 2, "fp32": 16, "tf32": 4}
 
@@ -41,20 +37,6 @@ def kernel(request: pytest.FixtureRequest) -> ModuleType:
         emulates_cuda=True,
         emulation=("emulation_sm90", "emulation_warp"),
     )
-
-
-class Buffers(Margins):
-    """Tensors in the middle of NaN, all of one dtype unless said otherwise."""
-
-    def __init__(self, dtype: str) -> None:
-        super().__init__()
-        self.dtype = TYPES.get(dtype, torch.float32)
-
-    def drawn(self, *shape: int, scale: float = 1.0) -> Tensor:
-        return self.place((torch.randn(shape) * scale).to(self.dtype))
-
-    def blank(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        return self.place(torch.full(shape, math.nan, dtype=dtype or self.dtype))
 
 
 def passed(**tensors: Tensor | None) -> dict[str, tuple[int, list[int]]]:
@@ -84,14 +66,6 @@ class Case(NamedTuple):
     positions: torch.dtype | None = None  # None with no table: 0..T-1
     table: tuple[int, int] | None = None  # batches and heads of cos and sin
     has_bias: bool = True
-
-
-def half(rotary_dim: int, axes: int = 1, full_width: bool = False) -> RotationSpec:
-    return RotationSpec(rotary_dim, False, axes, full_width, BASE)
-
-
-def neighbours(rotary_dim: int, axes: int = 1, full_width: bool = False) -> RotationSpec:
-    return RotationSpec(rotary_dim, True, axes, full_width, BASE)
 
 
 CASES = {
