@@ -158,7 +158,7 @@ __device__ __forceinline__ void make_dq(KeySideStorage<Config>& smem,
     }
   }
   if (lane == 0) cp_async_bulk_wait_read();
-  if (p.k_rotation.rotary_dim > 0 && !is_piece(p.key_cut, item.index)) {
+  if (p.k_rotation.rotary_dim > 0 && item.part < 0) {
     named_barrier_arrive(kProductsDone, Config::kThreads - kWarpgroup);
   }
 }
@@ -193,7 +193,7 @@ __device__ __forceinline__ void store_part(float* fragments, const float (&x)[kC
 // kModified: a bias, a mask over scores or removed keys.
 template <class Config, class Element, bool kDropout, bool kModified>
 __global__ void __launch_bounds__(Config::kThreads, 1)
-    attention_backward_keys_sm90_kernel(const __grid_constant__ Sm90BackwardParams params) {
+    attention_backward_keys_sm90_kernel(const __grid_constant__ KeySideParams<Config> params) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   constexpr int kTileQ = Config::kTileQ, kHeadDim = Config::kHeadDim;
   extern __shared__ __align__(1024) unsigned char smem_bytes[];
@@ -378,13 +378,12 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     // The kernel after this one relies on those before it as well.
     wait_for_previous_kernel();
     if (Config::kDq && !Config::kHasDqWarpgroup && lane == 0) cp_async_bulk_wait_read();
-    if (is_piece(p.key_cut, item.index)) {  // whoever sums the parts scales, turns and rounds
-      const int64_t piece = item.index - larger(params.window.first_index, p.key_cut.first_block);
+    if (item.part >= 0) {  // whoever sums the parts scales, turns and rounds
       if constexpr (Config::kDk) {
-        store_part(dkv_fragments<kHeadDim>(p, piece, kKeyGradientDk, warp, lane), dk);
+        store_part(dkv_fragments<kHeadDim>(p, item.part, kKeyGradientDk, warp, lane), dk);
       }
       if constexpr (Config::kDv) {
-        store_part(dkv_fragments<kHeadDim>(p, piece, kKeyGradientDv, warp, lane), dv);
+        store_part(dkv_fragments<kHeadDim>(p, item.part, kKeyGradientDv, warp, lane), dv);
       }
       return;
     }
@@ -412,15 +411,13 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
 #endif
 }
 
+// What is left to fill in of `params`, and so many blocks or pieces.
 template <class Config, class Element, bool kDropout, bool kModified>
-void launch_backward_keys(const AttentionBackwardParams& p, bool follows_delta, cudaStream_t stream,
-                          const KeyWindow& window) {
+void launch_backward_keys(const AttentionBackwardParams& p, KeySideParams<Config> params,
+                          int64_t blocks, cudaStream_t stream) {
   const AttentionSizes& s = p.sizes;
-  Sm90BackwardParams params;
   params.attention = p;
   params.turns = plan_turns(p.k_rotation);
-  params.follows_delta = follows_delta;
-  params.window = window;
   params.q_map = make_heads_map(p.q, p.dtype, s.batch, s.num_queries, s.num_heads, s.head_dim,
                                 kSlabDims<Config::kHeadDim>, Config::kTileQ);
   params.dout_map = make_heads_map(p.dout, p.dtype, s.batch, s.num_queries, s.num_heads, s.head_dim,
@@ -431,27 +428,33 @@ void launch_backward_keys(const AttentionBackwardParams& p, bool follows_delta, 
                                 kSlabDims<Config::kHeadDim>, kTileRows);
   static_assert(sizeof(KeySideStorage<Config>) <= kMaxSmemBytes);
   launch_chained(attention_backward_keys_sm90_kernel<Config, Element, kDropout, kModified>,
-                 "attention_backward_keys_sm90",
-                 grid_index(p.key_cut, window.end_block) - window.first_index, Config::kThreads,
+                 "attention_backward_keys_sm90", blocks, Config::kThreads,
                  sizeof(KeySideStorage<Config>), stream, params);
 }
 
 template <class Config>
 void run_backward_keys(const AttentionBackwardParams& p, bool follows_delta, cudaStream_t stream) {
-  const KeyWindow all = {0, static_cast<int32_t>(key_blocks(p.sizes)), 0, 1};
+  Sm90BackwardParams params = {};
+  params.follows_delta = follows_delta;
   choose_backward_variant(p, [&](auto element, auto dropout, auto modified) {
     launch_backward_keys<Config, decltype(element), decltype(dropout)::value,
-                         decltype(modified)::value>(p, follows_delta, stream, all);
+                         decltype(modified)::value>(p, params, key_blocks(p.sizes, p.key_cut),
+                                                    stream);
   });
 }
 
 // dv of a window's keys, and the score gradients that dk and dq are made of.
 template <class Config>
 void run_backward_window(const AttentionBackwardParams& p, const KeyWindow& window,
-                         cudaStream_t stream) {
+                         const WindowCut& cut, cudaStream_t stream) {
+  Sm90WindowParams params = {};
+  params.follows_delta = true;
+  params.window = window;
+  params.cut = cut;
+  params.order = order_pieces(cut.shares, window.end_block - window.first_block - cut.whole_blocks);
   choose_plain_variant(p, [&](auto element, auto dropout) {
     launch_backward_keys<Config, decltype(element), decltype(dropout)::value, false>(
-        p, true, stream, window);
+        p, params, cut.whole_blocks + params.order.count, stream);
   });
 }
 

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "attention_bwd_turn_sm90.cuh"
 #include "chained_launch.cuh"
@@ -107,8 +108,8 @@ __device__ __forceinline__ void init_barriers(KeySideStorage<Config>& smem) {
 }
 
 struct KeyItem {
-  int index;  // in the grid of all windows
   int block;  // of keys
+  int part;   // of the parts of dk and dv; negative: the block is whole
   int64_t batch;
   int kv_head;
   int first_head, end_head;  // the query heads that share the keys
@@ -116,20 +117,20 @@ struct KeyItem {
   IndexRange query_tiles;
 };
 
-// Key tiles vary fastest: blocks that run side by side then share Q and dO in L2. Causal: the first
-// keys are seen by most queries, so the longest blocks start first. A piece has its share of the
-// query tiles, of every head.
 template <class Config>
-__device__ __forceinline__ KeyItem locate_keys(const Sm90BackwardParams& params) {
-  const AttentionBackwardParams& p = params.attention;
+using KeySideParams = std::conditional_t<Config::kKeepsDs, Sm90WindowParams, Sm90BackwardParams>;
+
+// A whole block. Key tiles vary fastest: blocks that run side by side then share Q and dO in L2.
+// Causal: the first keys are seen by most queries, so the longest blocks start first.
+template <class Config>
+__device__ __forceinline__ KeyItem locate_block(const AttentionBackwardParams& p, int block) {
   const int num_key_tiles = ceil_div(p.sizes.num_keys, kTileRows);
   const int group = p.sizes.num_heads / p.sizes.num_kv_heads;
   KeyItem item;
-  item.index = params.window.first_index + blockIdx.x;
-  const KeyBlock place = key_block_of(p.key_cut, item.index);
-  item.block = place.block;
-  const int rest = place.block / num_key_tiles;
-  item.first_key = (place.block - rest * num_key_tiles) * kTileRows;
+  item.block = block;
+  item.part = -1;
+  const int rest = block / num_key_tiles;
+  item.first_key = (block - rest * num_key_tiles) * kTileRows;
   item.batch = rest / p.sizes.num_kv_heads;
   item.kv_head = rest % p.sizes.num_kv_heads;
   item.first_head = item.kv_head * group;
@@ -137,9 +138,34 @@ __device__ __forceinline__ KeyItem locate_keys(const Sm90BackwardParams& params)
   const int keys = key_count(p.scores.kv_lengths, item.batch, p.sizes.num_keys);
   item.query_tiles = query_tiles_of_keys(item.first_key, Config::kTileQ, p.sizes.num_queries, keys,
                                          p.scores.is_causal);
-  if (is_piece(p.key_cut, item.index)) {
-    item.query_tiles = part_of_range(item.query_tiles, place.piece, p.key_cut.pieces);
+  return item;
+}
+
+// A piece has its share of the query tiles, of every head.
+template <class Config>
+__device__ __forceinline__ KeyItem locate_keys(const Sm90BackwardParams& params) {
+  const KeyCut& cut = params.attention.key_cut;
+  const int index = blockIdx.x;
+  const KeyBlock place = key_block_of(cut, index);
+  KeyItem item = locate_block<Config>(params.attention, place.block);
+  if (is_piece(cut, index)) {
+    item.query_tiles = part_of_range(item.query_tiles, place.piece, cut.pieces);
+    item.part = index - cut.first_block;
   }
+  return item;
+}
+
+template <class Config>
+__device__ __forceinline__ KeyItem locate_keys(const Sm90WindowParams& params) {
+  const WindowCut& cut = params.cut;
+  const int beyond = blockIdx.x - cut.whole_blocks, first = params.window.first_block;
+  if (beyond < 0) return locate_block<Config>(params.attention, first + blockIdx.x);
+  const CutPiece place = params.order.pieces[beyond];
+  KeyItem item = locate_block<Config>(params.attention, first + cut.whole_blocks + place.block);
+  const IndexRange own = tiles_of_piece(cut.shares, place.block, place.piece);
+  item.query_tiles = {larger(item.query_tiles.begin, own.begin),
+                      smaller(item.query_tiles.end, own.end)};
+  item.part = parts_of_block(cut.shares, place.block).begin + place.piece;
   return item;
 }
 

@@ -34,8 +34,7 @@ enum Side : int { kKeySide, kQuerySide, kSides };
 struct SummedSide {
   RotationParams rotation;
   PairTurns turns;
-  int64_t part_floats;  // from a strip's part to its next
-  int32_t num_parts;
+  int64_t part_floats;           // from a strip's part to its next
   int32_t strips, block_strips;  // in all, and of a block
   Divisor band_strips;           // strips of a band
   Divisor group_bands;           // bands of a group
@@ -57,6 +56,7 @@ struct SumParams {
   AttentionBackwardParams attention;
   SummedSide sides[kSides];
   SummedTensor tensors[kKeyGradients + 1];  // dq behind dk and dv
+  KeyShares key_shares;
   int32_t key_blocks;      // of the grid, the first ones: theirs are the most parts
   int32_t first_gradient;  // of keys that have parts
 };
@@ -99,18 +99,23 @@ __device__ __forceinline__ Strip locate_strip(const SummedSide& side, bool of_qu
   return strip;
 }
 
-// The lane's first piece of the strip's first part.
+struct StripParts {
+  const float* first;  // the lane's first piece
+  int count;
+};
+
 template <int kHeadDim>
-__device__ __forceinline__ const float* locate_parts(const AttentionBackwardParams& p,
-                                                     bool of_queries, const Strip& strip,
-                                                     int lane) {
+__device__ __forceinline__ StripParts locate_parts(const SumParams& params, bool of_queries,
+                                                   const Strip& strip, int lane) {
+  const AttentionBackwardParams& p = params.attention;
   if (of_queries) {
     const int64_t batch_head = static_cast<int64_t>(strip.batch) * p.sizes.num_heads + strip.head;
-    return dq_fragments<kHeadDim>(p, 0, batch_head, strip.first_row, lane);
+    return {dq_fragments<kHeadDim>(p, 0, batch_head, strip.first_row, lane), p.num_splits};
   }
-  const int64_t piece = static_cast<int64_t>(strip.band / kConsumerWarps) * p.key_cut.pieces;
-  return dkv_fragments<kHeadDim>(p, piece, first_part_gradient(p) + strip.within,
-                                 strip.band % kConsumerWarps, lane);
+  const IndexRange parts = parts_of_block(params.key_shares, strip.band / kConsumerWarps);
+  return {dkv_fragments<kHeadDim>(p, parts.begin, params.first_gradient + strip.within,
+                                  strip.band % kConsumerWarps, lane),
+          parts.end - parts.begin};
 }
 
 // ---- angles -----------------------------------------------------------------------------------
@@ -225,16 +230,15 @@ __device__ __forceinline__ Fragments<kPieces> sum_fragments(const float* part, i
 
 // Half of a strip's dims, scaled, into x.
 template <int kHeadDim>
-__device__ __forceinline__ void sum_parts(TurningRow<kHeadDim>* x, const float* parts,
-                                          const SummedSide& side, float factor, int half,
-                                          int lane) {
+__device__ __forceinline__ void sum_parts(TurningRow<kHeadDim>* x, const StripParts& parts,
+                                          int64_t part_floats, float factor, int half, int lane) {
   constexpr int kHalf = kHeadDim / 8 / kStripWarps;  // pieces, of 8 dims
   constexpr int kPieces = kHalf < 4 ? kHalf : 4;  // at a time: what registers hold twice and more
   const int g = lane / 4, t = lane % 4;
 #pragma unroll 1
   for (int piece = half * kHalf; piece < (half + 1) * kHalf; piece += kPieces) {
     const Fragments<kPieces> sum =
-        sum_fragments<kPieces>(parts + piece * kFragment, side.part_floats, side.num_parts);
+        sum_fragments<kPieces>(parts.first + piece * kFragment, part_floats, parts.count);
 #pragma unroll
     for (int n = 0; n < kPieces; ++n) {
       const int dim = 8 * (piece + n) + 2 * t;
@@ -289,12 +293,12 @@ __global__ __launch_bounds__(kThreads, kHeadDim <= 128 ? 4 : 2) void sum_parts_k
 #pragma unroll 1
   for (int index = first_strip + slot; index < end_strip; index += kStrips) {
     const Strip strip = locate_strip(side, of_queries, index);
-    const float* parts = locate_parts<kHeadDim>(params.attention, of_queries, strip, lane);
+    const StripParts parts = locate_parts<kHeadDim>(params, of_queries, strip, lane);
     const SummedTensor& tensor =
         params.tensors[of_queries ? kKeyGradients : params.first_gradient + strip.within];
     wait_for_previous_kernel();  // at once from the second strip on
     let_next_kernel_start();
-    sum_parts<kHeadDim>(x, parts, side, tensor.factor, half, lane);
+    sum_parts<kHeadDim>(x, parts, side.part_floats, tensor.factor, half, lane);
     named_barrier_sync(kFirstStripBarrier + slot, kStripThreads);  // rows are complete
     TurningRow<kHeadDim>* own = x + half * kRowsPerWarp;
     if (tensor.turns) {
@@ -320,7 +324,7 @@ int strips_a_block(const SummedSide& side) {
 }
 
 template <int kHeadDim>
-SumParams plan_sum(const AttentionBackwardParams& p, IndexRange cut_blocks) {
+SumParams plan_sum(const AttentionBackwardParams& p, const CutKeys& cut) {
   const AttentionSizes& s = p.sizes;
   SumParams params = {p};
   SummedSide& keys = params.sides[kKeySide];
@@ -333,11 +337,11 @@ SumParams plan_sum(const AttentionBackwardParams& p, IndexRange cut_blocks) {
   keys.batch_groups = make_divisor(s.num_kv_heads);
   if (p.dkv_parts != nullptr) {
     if (first_part_gradient(p) == kKeyGradientDk) keys.rotation = p.k_rotation;
-    keys.num_parts = p.key_cut.pieces;
     keys.part_floats = dkv_fragments<kHeadDim>(p, 1, kKeyGradientDv, 0, 0) -
                        dkv_fragments<kHeadDim>(p, 0, kKeyGradientDv, 0, 0);
-    keys.first_band = cut_blocks.begin * kConsumerWarps;
-    keys.strips = (cut_blocks.end - cut_blocks.begin) * kConsumerWarps * key_gradients;
+    params.key_shares = cut.shares;
+    keys.first_band = cut.blocks.begin * kConsumerWarps;
+    keys.strips = (cut.blocks.end - cut.blocks.begin) * kConsumerWarps * key_gradients;
   }
   const int query_bands = ceil_div(s.num_queries, kWarpRows);
   queries.num_rows = s.num_queries;
@@ -346,7 +350,6 @@ SumParams plan_sum(const AttentionBackwardParams& p, IndexRange cut_blocks) {
   queries.batch_groups = make_divisor(1);
   if (p.dq_parts != nullptr) {
     queries.rotation = p.q_rotation;
-    queries.num_parts = p.num_splits;
     queries.part_floats =
         dq_fragments<kHeadDim>(p, 1, 0, 0, 0) - dq_fragments<kHeadDim>(p, 0, 0, 0, 0);
     queries.strips = static_cast<int32_t>(s.batch) * query_bands * s.num_heads;
@@ -379,8 +382,8 @@ size_t table_bytes(const SummedSide& side) {
 }
 
 template <int kHeadDim>
-void launch_sum(const AttentionBackwardParams& p, IndexRange cut_blocks, cudaStream_t stream) {
-  const SumParams params = plan_sum<kHeadDim>(p, cut_blocks);
+void launch_sum(const AttentionBackwardParams& p, const CutKeys& cut, cudaStream_t stream) {
+  const SumParams params = plan_sum<kHeadDim>(p, cut);
   const SummedSide &keys = params.sides[kKeySide], &queries = params.sides[kQuerySide];
   const size_t smem_bytes =
       sizeof(StripRows<kHeadDim>) + std::max(table_bytes(keys), table_bytes(queries));
@@ -393,12 +396,12 @@ void launch_sum(const AttentionBackwardParams& p, IndexRange cut_blocks, cudaStr
 
 }  // namespace
 
-void attention_backward_sm90_sum(const AttentionBackwardParams& p, IndexRange cut_blocks,
+void attention_backward_sm90_sum(const AttentionBackwardParams& p, const CutKeys& cut,
                                  cudaStream_t stream) {
-  if (p.sizes.head_dim <= 32) return launch_sum<32>(p, cut_blocks, stream);
-  if (p.sizes.head_dim <= 64) return launch_sum<64>(p, cut_blocks, stream);
-  if (p.sizes.head_dim <= 128) return launch_sum<128>(p, cut_blocks, stream);
-  launch_sum<256>(p, cut_blocks, stream);
+  if (p.sizes.head_dim <= 32) return launch_sum<32>(p, cut, stream);
+  if (p.sizes.head_dim <= 64) return launch_sum<64>(p, cut, stream);
+  if (p.sizes.head_dim <= 128) return launch_sum<128>(p, cut, stream);
+  launch_sum<256>(p, cut, stream);
 }
 
 }  // namespace frx

@@ -24,8 +24,7 @@ struct PairTurns {
 // Blocks of keys: all, or those whose score gradients are kept (see gradient_windows.h).
 struct KeyWindow {
   int32_t first_block, end_block;
-  int32_t first_index;  // in the grid of all windows
-  int32_t cluster;      // neighbours that walk over the same rows, 1 or 2
+  int32_t cluster;  // neighbours that walk over the same rows, 1 or 2
 };
 
 struct Sm90BackwardParams {
@@ -35,6 +34,12 @@ struct Sm90BackwardParams {
   // delta, and dq_parts where they are added to, are of the kernel just before; if not, nothing is.
   bool follows_delta;
   KeyWindow window;
+};
+
+// The same of a kernel that has the keys of a window, in blocks and pieces of blocks.
+struct Sm90WindowParams : Sm90BackwardParams {
+  WindowCut cut;
+  PieceOrder order;  // pieces behind whole blocks
 };
 
 inline PairTurns plan_turns(const RotationParams& r) {

@@ -11,20 +11,20 @@ void attention_backward_sm90_windows_d256(const AttentionBackwardParams& p, cuda
   AttentionBackwardParams dv_only = p;
   dv_only.dq_parts = nullptr;
   const int64_t all = key_blocks(p.sizes);
+  CutKeys cut_keys = {};
   for (int64_t first = 0; first < all; first += p.windows.blocks) {
     const int64_t end = std::min(all, first + p.windows.blocks);
-    const KeyWindow window = {static_cast<int32_t>(first), static_cast<int32_t>(end),
-                              static_cast<int32_t>(grid_index(p.key_cut, first)), 1};
-    run_backward_window<Keys>(p, window, stream);
-    const int first_cut = larger(window.first_block, p.key_cut.first_block);
-    if (p.key_cut.pieces > 1 && first_cut < window.end_block) {
-      attention_backward_sm90_sum(dv_only, {first_cut, window.end_block}, stream);
+    const KeyWindow window = {static_cast<int32_t>(first), static_cast<int32_t>(end), 1};
+    const WindowCut& cut = end < all ? p.windows.cut : p.windows.last_cut;
+    run_backward_window<Keys>(p, window, cut, stream);
+    cut_keys = cut_blocks(cut, window.first_block, window.end_block);
+    // The next window's parts take the place of these. Those of the last one are summed with dq's.
+    if (end < all && num_parts(cut_keys) > 0) {
+      attention_backward_sm90_sum(dv_only, cut_keys, stream);
     }
     run_window_products<Products>(p, window, stream);
   }
-  AttentionBackwardParams dq_only = p;
-  dq_only.dkv_parts = nullptr;
-  attention_backward_sm90_sum(dq_only, {0, 0}, stream);
+  attention_backward_sm90_sum(p, cut_keys, stream);
 }
 
 }  // namespace frx

@@ -189,9 +189,9 @@ Sm90BackwardPlan plan_with_windows(const AttentionSizes& s, int padded_dim,
   return {false,
           splits,
           splits * dq_part_floats(s),
-          windows.cut,
+          {0, 1},
           window_part_floats(s, windows, padded_dim),
-          windows.blocks,
+          windows,
           windows.blocks * window_block_bytes(s)};
 }
 
@@ -210,10 +210,10 @@ Sm90BackwardPlan plan_attention_backward_sm90(const AttentionBackwardParams& p, 
   const int64_t dkv_floats = dkv_part_floats(p.sizes, cut, padded_dim);
   // With 256 dims no registers are left for dq beside dk and dv.
   if (wants_dq && wants_dkv && !p.deterministic && p.sizes.head_dim <= 128) {
-    return {true, 1, dq_part_floats(p.sizes), cut, dkv_floats, 0, 0};
+    return {true, 1, dq_part_floats(p.sizes), cut, dkv_floats, {}, 0};
   }
   const int splits = wants_dq ? split_keys_of_dq(p.sizes, num_sms) : 1;
-  return {false, splits, splits > 1 ? splits * dq_part_floats(p.sizes) : 0, cut, dkv_floats, 0, 0};
+  return {false, splits, splits > 1 ? splits * dq_part_floats(p.sizes) : 0, cut, dkv_floats, {}, 0};
 }
 
 void run_attention_backward_sm90(const AttentionBackwardParams& params, cudaStream_t stream) {

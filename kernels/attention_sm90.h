@@ -4,6 +4,7 @@
 
 #include <cuda_runtime.h>
 
+#include "key_pieces.h"
 #include "mask.cuh"
 #include "params.h"
 
@@ -93,7 +94,7 @@ struct Sm90BackwardPlan {
   int64_t dq_parts_floats;  // 0: no workspace
   KeyCut key_cut;
   int64_t dkv_parts_floats;  // likewise
-  int32_t window_blocks;     // 0: no windows of score gradients
+  WindowPlan windows;
   int64_t window_bytes;
 };
 
@@ -111,8 +112,7 @@ void attention_backward_sm90_d128(const AttentionBackwardParams& params, cudaStr
 void attention_backward_sm90_d256(const AttentionBackwardParams& params, cudaStream_t stream);
 void attention_backward_sm90_windows_d256(const AttentionBackwardParams& params,
                                           cudaStream_t stream);
-// Of the blocks of keys that are cut, those whose parts there are.
-void attention_backward_sm90_sum(const AttentionBackwardParams& params, IndexRange cut_blocks,
+void attention_backward_sm90_sum(const AttentionBackwardParams& params, const CutKeys& cut,
                                  cudaStream_t stream);
 
 }  // namespace frx

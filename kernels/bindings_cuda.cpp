@@ -194,9 +194,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
       dkv_parts = empty(q, {plan.dkv_parts_floats}, ScalarType::Float);
       p.dkv_parts = data_as<float>(dkv_parts);
     }
-    if (plan.window_blocks > 0) {
+    if (plan.windows.blocks > 0) {
       window = empty(q, {plan.window_bytes}, ScalarType::Byte);
-      p.windows = {plan.window_blocks, data_as<void>(window)};
+      p.windows = {plan.windows, data_as<void>(window)};
     }
   }
   const cudaStream_t stream = current_stream(q.get_device_index());

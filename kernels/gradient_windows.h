@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <limits>
 
 #include "key_pieces.h"
 #include "mask.cuh"
@@ -17,52 +18,115 @@ constexpr int64_t kMostWindowBytes = int64_t{160} << 20;  // whatever the proble
 constexpr int kWindowTile = 64;      // rows of the side that the second kernel walks over
 constexpr int kWindowQueries = 128;  // of a block for dq
 
-struct WindowPlan {
-  int32_t blocks;  // of keys, in a window; 0: no windows
-  KeyCut cut;
-};
-
 inline int64_t window_block_bytes(const AttentionSizes& s) {
   const int64_t padded_queries = ceil_div(s.num_queries, 64) * int64_t{64};
   return s.num_heads / s.num_kv_heads * padded_queries * kKeysPerBlock * 2;
 }
 
 // Whether three products saved of a tile of 64 queries and a block of keys outweigh what a window
-// takes beside its products: two launches or three, and filling their pipelines.
+// takes beside its products: two launches or three, filling their pipelines, and, where its blocks
+// are fewer than half of the multiprocessors, those that wait for the blocks for dk, which are not
+// cut.
 inline bool windows_pay(const AttentionSizes& s, int64_t blocks, int num_sms) {
   constexpr double kSavedTime = 1.9;        // of a multiprocessor, in microseconds on an H200
   constexpr double kWindowOverhead = 20.0;  // likewise
+  constexpr double kStepTime = 0.86;        // of the second kernel
   const int64_t all = key_blocks(s), windows = ceil_div(all, blocks);
-  const double tiles =
-      static_cast<double>(all) * s.num_heads / s.num_kv_heads * ceil_div(s.num_queries, 64);
-  return kSavedTime * tiles / num_sms > kWindowOverhead * windows;
+  const double block_tiles =
+      static_cast<double>(s.num_heads / s.num_kv_heads) * ceil_div(s.num_queries, kWindowTile);
+  const double idle = 1 - 2.0 * static_cast<double>(all) / static_cast<double>(windows) / num_sms;
+  return kSavedTime * block_tiles * all / num_sms >
+         (kWindowOverhead + kStepTime * block_tiles * std::max(0.0, idle)) * windows;
 }
 
-// Windows of whole waves of blocks if these find room, of blocks cut along their queries if not,
-// and at least two of them: a problem's score gradients are never there all at once.
-inline WindowPlan plan_windows(const AttentionSizes& s, int padded_dim, int num_sms) {
-  const WindowPlan none = {0, {0, 1}};
-  if (s.num_queries == 0) return none;
+// Shares that are a block's own.
+inline KeyShares equal_shares(int tiles, int pieces) {
+  const int share = ceil_div(tiles, pieces);
+  return {tiles, ceil_div(tiles, share) * share, share};
+}
+
+// One of each multiprocessor, which may end a block and begin the next.
+inline KeyShares even_shares(int tiles, int blocks, int num_sms) {
+  return {tiles, tiles, ceil_div(blocks * tiles, num_sms)};
+}
+
+// How long the kernel for dv takes for blocks that are cut, and the sum of its parts; infinite
+// where pieces would be too many.
+inline double cut_time(const AttentionSizes& s, const KeyShares& cut, int blocks, int padded_dim,
+                       int num_sms) {
+  const bool is_own = cut.stride % cut.share == 0;
+  const int group = s.num_heads / s.num_kv_heads, parts = parts_of_block(cut, blocks - 1).end;
+  const int block_parts = ceil_div(cut.tiles, cut.share) + (is_own ? 0 : 1);
+  if (blocks > kMostCutBlocks || parts > kMostPieces || block_parts > kMostPiecesOfBlock ||
+      (is_own && parts > num_sms)) {
+    return std::numeric_limits<double>::infinity();
+  }
+  return (is_own ? 1 : 2) * kKeyBlockOverhead + key_tile_time(padded_dim) * group * cut.share +
+         parts_time(int64_t{parts} * kKeysPerBlock * padded_dim, block_parts, num_sms);
+}
+
+// Whole waves stay whole. The blocks beyond are cut if that gains something, into shares of their
+// own while pieces are no more than multiprocessors, or into one of each multiprocessor.
+inline WindowCut cut_window(const AttentionSizes& s, int64_t blocks, int padded_dim, int num_sms) {
+  const int last_wave = static_cast<int>(blocks % num_sms);
+  const int tiles = ceil_div(s.num_queries, kWindowTile), group = s.num_heads / s.num_kv_heads;
+  const WindowCut none = {static_cast<int32_t>(blocks), {1, 1, 1}};
+  if (last_wave == 0) return none;
+  const double uncut_time = kKeyBlockOverhead + key_tile_time(padded_dim) * group * tiles;
+  WindowCut best = none;
+  double best_time = (1 - kLeastGain) * uncut_time;
+  const auto consider = [&](const KeyShares& shares) {
+    const double time = cut_time(s, shares, last_wave, padded_dim, num_sms);
+    if (time >= best_time) return;
+    best = {static_cast<int32_t>(blocks - last_wave), shares};
+    best_time = time;
+  };
+  for (int pieces = 2; pieces <= std::min({kMostPiecesOfBlock, tiles, num_sms / last_wave});
+       ++pieces) {
+    consider(equal_shares(tiles, pieces));
+  }
+  consider(even_shares(tiles, last_wave, num_sms));
+  return best;
+}
+
+// Whole waves of blocks if these find room; if not, as few windows as find room, of one size. At
+// least two of them: a problem's score gradients are never there all at once. 0: that cannot be.
+inline int64_t blocks_of_windows(const AttentionSizes& s, int num_sms) {
   const int64_t all = key_blocks(s), most = kMostWindowBytes / window_block_bytes(s);
-  WindowPlan plan;
   if (most >= num_sms) {
     const int64_t waves = std::max<int64_t>(1, std::min(most, all / 2) / num_sms);
-    plan.blocks = static_cast<int32_t>(waves * num_sms);
-    plan.cut = cut_last_wave(s, false, padded_dim, num_sms, 1);
-  } else {
-    if (most == 0) return none;
-    plan.cut = {0, static_cast<int32_t>(ceil_div(int64_t{num_sms}, most))};
-    plan.blocks = num_sms / plan.cut.pieces;
+    return all > waves * num_sms ? waves * num_sms : 0;
   }
-  if (plan.blocks == 0 || all <= plan.blocks) return none;
-  return windows_pay(s, plan.blocks, num_sms) ? plan : none;
+  if (most == 0 || all < 2) return 0;
+  return ceil_div(all, std::max<int64_t>(2, ceil_div(all, most)));
+}
+
+inline WindowPlan plan_windows(const AttentionSizes& s, int padded_dim, int num_sms) {
+  if (s.num_queries == 0) return {};
+  const int64_t blocks = blocks_of_windows(s, num_sms);
+  if (blocks == 0 || !windows_pay(s, blocks, num_sms)) return {};
+  const int64_t all = key_blocks(s), full = (all - 1) / blocks;  // windows before the last one
+  return {static_cast<int32_t>(blocks), cut_window(s, blocks, padded_dim, num_sms),
+          cut_window(s, all - full * blocks, padded_dim, num_sms)};
+}
+
+// Those of its blocks that are cut.
+FRX_HOST_DEVICE CutKeys cut_blocks(const WindowCut& cut, int first_block, int end_block) {
+  return {{first_block + cut.whole_blocks, end_block}, cut.shares};
+}
+
+inline int64_t num_parts(const CutKeys& cut) {
+  const int blocks = cut.blocks.end - cut.blocks.begin;
+  return blocks > 0 ? parts_of_block(cut.shares, blocks - 1).end : 0;
 }
 
 // Parts of dv, which are added up window by window.
 inline int64_t window_part_floats(const AttentionSizes& s, const WindowPlan& plan, int padded_dim) {
-  if (plan.cut.pieces == 1) return 0;
-  const int64_t cut_blocks = std::min<int64_t>(plan.blocks, key_blocks(s) - plan.cut.first_block);
-  return cut_blocks * plan.cut.pieces * kKeysPerBlock * padded_dim;
+  const int64_t last_blocks = (key_blocks(s) - 1) % plan.blocks + 1;
+  const int64_t parts =
+      std::max(num_parts(cut_blocks(plan.cut, 0, plan.blocks)),
+               num_parts(cut_blocks(plan.last_cut, 0, static_cast<int>(last_blocks))));
+  return parts * kKeysPerBlock * padded_dim;
 }
 
 // Heads, those of keys, and clusters of blocks that have to do with a window's blocks of keys.

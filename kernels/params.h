@@ -104,9 +104,27 @@ struct KeyCut {
   int32_t pieces;       // of each; 1: none is cut
 };
 
+// Blocks of keys laid end to end along their tiles of queries, and cut wherever a share ends (see
+// key_pieces.h).
+struct KeyShares {
+  int32_t tiles;   // of a block
+  int32_t stride;  // from its first one to the next block's
+  int32_t share;   // of a piece, at most
+};
+
+// How a window's blocks are cut: the first ones are whole.
+struct WindowCut {
+  int32_t whole_blocks;
+  KeyShares shares;  // of the others
+};
+
+struct WindowPlan {
+  int32_t blocks;           // of keys, in a window; 0: there are no windows
+  WindowCut cut, last_cut;  // of every window but the last, and of that
+};
+
 // Score gradients of some blocks of keys at a time (see gradient_windows.h).
-struct GradientWindows {
-  int32_t blocks;  // of a window; 0: there are no windows
+struct GradientWindows : WindowPlan {
   void* gradients;
 };
 
@@ -143,7 +161,7 @@ struct AttentionBackwardParams {
 
   // Hopper only. Where blocks of keys are cut, the further kernel sums the parts of dk and dv too.
   KeyCut key_cut;
-  float* dkv_parts;  // [pieces in the grid's order, dk and dv, 128 keys, D padded] likewise
+  float* dkv_parts;  // [pieces, block by block; dk and dv; 128 keys; D padded] likewise
 
   // Hopper only. Then dq, in parts also if that is one, and dk, which has none, are made of score
   // gradients that the kernel for dv left.

@@ -3,9 +3,11 @@ gradients on a Hopper."""
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import math
 from collections.abc import Iterator
+from random import Random
 from types import ModuleType
 
 import pytest
@@ -54,79 +56,220 @@ def windows_of(s: Sizes, blocks: int) -> Iterator[tuple[int, int]]:
 
 # --------------------------------------------------------------------------------------- the plan
 
-PLANS = {
-    "sam2": (SAM2, (132, 0, 1)),
-    "waves that find room": (Sizes(1, 2048, 4 * 132 * KEYS, 1, 1, D), (264, 0, 1)),
-    "a few blocks more": (Sizes(2, 4096, 9000, 1, 1, D), (132, 132, 13)),
+Shares = tuple[int, int, int]  # tiles of a block, tiles from a block to the next, of a piece
+Cut = tuple[int, Shares]  # blocks that are whole, shares of the others
+Plan = tuple[int, Cut, Cut]  # blocks of a window, how they are cut, and the last window's
+
+NONE: Plan = (0, (0, (0, 0, 0)), (0, (0, 0, 0)))
+
+
+def whole(blocks: int) -> Cut:
+    return blocks, (1, 1, 1)
+
+
+def planned(kernel: ModuleType, s: Sizes, num_sms: int) -> Plan:
+    plan: Plan = kernel.plan_windows(s, num_sms)
+    return plan
+
+
+def cut_of(plan: Plan, s: Sizes, end: int) -> Cut:
+    """That of the window which ends with that block."""
+    return plan[1] if end < all_blocks(s) else plan[2]
+
+
+def waves_and_rest(s: Sizes, plan: Plan) -> Iterator[tuple[int, Cut]]:
+    """Blocks of a window, and its cut."""
+    blocks, cut, last_cut = plan
+    yield blocks, cut
+    yield (all_blocks(s) - 1) % blocks + 1, last_cut
+
+
+PLANS: dict[str, tuple[Sizes, Plan]] = {
+    # 93 blocks, of which each multiprocessor has 46 tiles
+    "sam2": (SAM2, (132, whole(132), (0, (64, 64, 46)))),
+    "waves that find room": (
+        Sizes(1, 2048, 4 * 132 * KEYS, 1, 1, D),
+        (264, whole(264), whole(264)),
+    ),
+    # 13 pieces each of the ten blocks beyond a wave
+    "a few blocks more": (Sizes(2, 4096, 9000, 1, 1, D), (132, whole(132), (0, (64, 65, 5)))),
+    "a last wave that nearly fills the GPU": (
+        Sizes(2, 2048, 2048, 8, 8, D),
+        (132, whole(132), whole(124)),
+    ),
     # A window of twelve blocks costs more than it saves.
-    "a few short blocks more": (Sizes(2, 768, 768, 12, 12, D), (0, 0, 1)),
-    "few queries": (Sizes(8, 77, 4096, 8, 8, D), (0, 0, 1)),
-    "no queries": (Sizes(1, 0, 28736, 1, 1, D), (0, 0, 1)),
+    "a few short blocks more": (Sizes(2, 768, 768, 12, 12, D), NONE),
+    "few queries": (Sizes(8, 77, 4096, 8, 8, D), NONE),
+    "no queries": (Sizes(1, 0, 28736, 1, 1, D), NONE),
     # What a wave of blocks has would not find room.
-    "shared keys": (Sizes(1, 768, 18432, 8, 1, D), (66, 0, 2)),
-    "many queries": (Sizes(1, 100_000, 28736, 1, 1, D), (6, 0, 22)),
-    "no block finds room": (Sizes(1, 1_000_000, 28736, 1, 1, D), (0, 0, 1)),
-    "a wave": (Sizes(1, 4096, 132 * KEYS, 1, 1, D), (0, 0, 1)),
-    "few keys": (Sizes(1, 4096, 77, 8, 8, D), (0, 0, 1)),
-    "nothing": (Sizes(0, 768, 768, 12, 12, D), (0, 0, 1)),
+    "shared keys": (
+        Sizes(1, 768, 18432, 8, 1, D),
+        (72, (0, (12, 12, 7)), (0, (12, 12, 7))),
+    ),
+    "many queries": (
+        Sizes(1, 16384, 28736, 1, 1, D),
+        (38, (0, (256, 256, 74)), (0, (256, 256, 68))),
+    ),
+    "nearly a wave": (Sizes(1, 5000, 28736, 1, 1, D), (113, whole(113), whole(112))),
+    # Blocks for dk are not cut: six of them would leave most of the GPU idle.
+    "too many queries": (Sizes(1, 100_000, 28736, 1, 1, D), NONE),
+    "no block finds room": (Sizes(1, 1_000_000, 28736, 1, 1, D), NONE),
+    "a wave": (Sizes(1, 4096, 132 * KEYS, 1, 1, D), NONE),
+    "few keys": (Sizes(1, 4096, 77, 8, 8, D), NONE),
+    "nothing": (Sizes(0, 768, 768, 12, 12, D), NONE),
 }
 
 
 @pytest.mark.parametrize(("sizes", "plan"), PLANS.values(), ids=PLANS)
-def test_what_windows_there_are(
-    kernel: ModuleType, sizes: Sizes, plan: tuple[int, int, int]
-) -> None:
-    assert kernel.plan_windows(sizes, H200_SMS) == plan
+def test_what_windows_there_are(kernel: ModuleType, sizes: Sizes, plan: Plan) -> None:
+    assert planned(kernel, sizes, H200_SMS) == plan
 
 
 def test_windows_are_limited(kernel: ModuleType) -> None:
     """Never all gradients at once, and never many bytes, whatever the problem."""
     assert kernel.most_window_bytes == MOST_BYTES
-    planned = 0
+    count = 0
     for s, num_sms in itertools.product(MANY_SIZES, SMS):
-        blocks, first_cut, pieces = kernel.plan_windows(s, num_sms)
+        plan = planned(kernel, s, num_sms)
+        blocks = plan[0]
         if blocks == 0:
-            assert pieces == 1
+            assert plan == NONE
             continue
-        planned += 1
+        count += 1
         assert 0 < blocks < all_blocks(s)
         block_bytes = kernel.window_block_bytes(s)
         assert block_bytes == s.H // s.Hkv * -(-s.Tq // TILE) * TILE * KEYS * 2
         assert blocks * block_bytes <= MOST_BYTES
-        assert pieces >= 1 and 0 <= first_cut <= all_blocks(s)
-        if pieces == 1:
+        if num_sms * block_bytes <= MOST_BYTES:
             assert blocks % num_sms == 0
-        elif first_cut > 0:
-            assert blocks % num_sms == first_cut % num_sms == 0
-    assert planned > 1000
+        for n, (kept, _) in waves_and_rest(s, plan):
+            assert kept == n or kept == n // num_sms * num_sms
+    assert count > 1000
 
 
 def test_parts_of_a_window_find_room(kernel: ModuleType) -> None:
     """Those of dv of the blocks that are cut, in the window that has most of them."""
     for s, num_sms in itertools.product(MANY_SIZES, SMS):
-        plan = blocks, first_cut, pieces = kernel.plan_windows(s, num_sms)
-        if blocks == 0 or all_blocks(s) // blocks > 1000:
+        plan = planned(kernel, s, num_sms)
+        if plan[0] == 0:
             continue
-        cut = (end - max(first, first_cut) for first, end in windows_of(s, blocks))
-        most = max(0, *cut) * pieces if pieces > 1 else 0
-        assert kernel.window_part_floats(s, plan) == most * KEYS * D
-        assert most * KEYS * D <= 2**24
+        parts = [
+            kernel.parts_of_block(shares, n - kept - 1)[1]
+            for n, (kept, shares) in waves_and_rest(s, plan)
+            if n > kept
+        ]
+        assert kernel.window_part_floats(s, plan) == max(parts, default=0) * KEYS * D
+        assert max(parts, default=0) <= kernel.most_pieces
 
 
-def test_pieces_of_all_windows_are_the_grid(kernel: ModuleType) -> None:
-    """Each window's blocks in the grid start where the last one's end."""
-    for first_cut, pieces, blocks in itertools.product((0, 3, 6, 10), (1, 2, 5), (1, 3, 4)):
-        grid = []
-        for first in range(0, 10, blocks):
-            indices = [
-                kernel.grid_index(first_cut, pieces, block)
-                for block in (first, min(first + blocks, 10))
-            ]
-            of_window = [kernel.key_block_of(first_cut, pieces, i) for i in range(*indices)]
-            assert {block for block, _ in of_window} == set(range(first, min(first + blocks, 10)))
-            grid += of_window
-        want = [(b, i) for b in range(10) for i in range(pieces if b >= first_cut else 1)]
-        assert grid == want
+# ------------------------------------------------------------------------------------- the pieces
+
+
+def drawn_shares(kernel: ModuleType) -> Iterator[tuple[int, Shares, int]]:
+    """Blocks, shares and multiprocessors as a plan might have them, and others."""
+    random = Random(1)
+    for _ in range(1500):
+        num_sms = random.choice(SMS)
+        blocks = random.randrange(1, min(num_sms, kernel.most_cut_blocks) + 1)
+        tiles = random.choice((1, 2, 12, 63, 64, random.randrange(1, 2000)))
+        if random.random() < 0.5:
+            yield blocks, kernel.equal_shares(tiles, random.randrange(1, tiles + 1)), num_sms
+        else:
+            yield blocks, kernel.even_shares(tiles, blocks, num_sms), num_sms
+
+
+def pieces_of(kernel: ModuleType, shares: Shares, block: int) -> list[tuple[int, int]]:
+    begin, end = kernel.parts_of_block(shares, block)
+    return [kernel.tiles_of_piece(shares, block, piece) for piece in range(end - begin)]
+
+
+def test_every_tile_of_a_block_is_in_one_piece(kernel: ModuleType) -> None:
+    for blocks, shares, _ in drawn_shares(kernel):
+        tiles, _, share = shares
+        for block in range(blocks):
+            pieces = pieces_of(kernel, shares, block)
+            assert [t for piece in pieces for t in range(*piece)] == list(range(tiles))
+            assert all(0 < end - begin <= share for begin, end in pieces)
+
+
+def test_every_piece_has_a_part(kernel: ModuleType) -> None:
+    """In the blocks' order, and no part is of two pieces."""
+    for blocks, shares, _ in drawn_shares(kernel):
+        ends = 0
+        for block in range(blocks):
+            begin, end = kernel.parts_of_block(shares, block)
+            assert ends <= begin < end
+            ends = end
+
+
+def is_within_limits(kernel: ModuleType, shares: Shares, blocks: int) -> bool:
+    parts = [kernel.parts_of_block(shares, block) for block in range(blocks)]
+    return bool(
+        parts[-1][1] <= kernel.most_pieces
+        and max(end - begin for begin, end in parts) <= kernel.most_pieces_of_block
+    )
+
+
+def test_the_longest_pieces_start_first(kernel: ModuleType) -> None:
+    """And all of them do, once."""
+    count = 0
+    for blocks, shares, _ in drawn_shares(kernel):
+        if not is_within_limits(kernel, shares, blocks):
+            continue
+        count += 1
+        order = kernel.order_pieces(shares, blocks)
+        pieces = {
+            (block, i): end - begin
+            for block in range(blocks)
+            for i, (begin, end) in enumerate(pieces_of(kernel, shares, block))
+        }
+        assert sorted(order) == sorted(pieces)
+        lengths = [pieces[piece] for piece in order]
+        assert lengths == sorted(lengths, reverse=True)
+    assert count > 500
+
+
+def end_of(lengths: list[float], num_sms: int) -> float:
+    """As the hardware hands out blocks in order."""
+    ends = [0.0] * num_sms
+    for length in lengths:
+        heapq.heapreplace(ends, ends[0] + length)
+    return max(ends)
+
+
+def test_multiprocessors_end_together(kernel: ModuleType) -> None:
+    """After a share, and a start for each of its two pieces."""
+    start = 3.5 / 2.4
+    for blocks, shares, num_sms in drawn_shares(kernel):
+        if not is_within_limits(kernel, shares, blocks):
+            continue
+        order = kernel.order_pieces(shares, blocks)
+        is_even = shares == kernel.even_shares(shares[0], blocks, num_sms)
+        if not is_even and len(order) > num_sms:
+            continue
+        lengths = [
+            start + end - begin for begin, end in (kernel.tiles_of_piece(shares, *p) for p in order)
+        ]
+        starts = 2 if is_even else 1
+        assert end_of(lengths, num_sms) <= starts * start + shares[2] + 1e-6
+
+
+def test_windows_are_cut_where_that_gains(kernel: ModuleType) -> None:
+    """As much as the model knows, beside the whole waves of the window."""
+    cut = 0
+    for s, num_sms in itertools.product(MANY_SIZES, SMS):
+        if s.Tq > 20_000:
+            continue
+        for blocks in (1, num_sms // 2 + 1, num_sms - 1, num_sms, num_sms + 2):
+            kept, shares = kernel.cut_window(s, blocks, num_sms)
+            if kept == blocks:
+                continue
+            cut += 1
+            assert kept == blocks // num_sms * num_sms
+            uncut = 3.5 + 2.4 * shares[0] * s.H // s.Hkv
+            assert kernel.cut_time(s, shares, blocks - kept, num_sms) < 0.9 * uncut
+            assert is_within_limits(kernel, shares, blocks - kept)
+    assert cut > 1000
 
 
 SHAPES = [
@@ -191,7 +334,7 @@ def test_clusters_have_few_blocks_without_a_neighbour(kernel: ModuleType) -> Non
 
 def test_splits_are_limited(kernel: ModuleType) -> None:
     for s, num_sms in itertools.product(MANY_SIZES, SMS):
-        blocks, _, _ = kernel.plan_windows(s, num_sms)
+        blocks = planned(kernel, s, num_sms)[0]
         if blocks > 0:
             assert 1 <= kernel.dq_splits_of_windows(s, blocks, num_sms) <= 16
     assert kernel.dq_splits_of_windows(SAM2, 132, H200_SMS) > 1
@@ -213,29 +356,34 @@ CASES = [
     Case("dropout", 2, 1536, 768, H=12, D=256, Dq=96, dtype="bf16", dropout_p=0.2, lse=True),
     # Gradients of a wave of blocks would not find room.
     Case("shared", 2, 768, 8600, H=8, Hkv=1, D=256, Dq=96, dtype="bf16", lengths="ragged"),
+    # Many blocks beyond a wave
+    Case("even", 1, 2000, 28000, H=1, D=256, Dq=96, dtype="bf16", lse=True),
+    Case("even_lengths", 2, 1536, 1400, H=9, D=256, Dq=96, dtype="bf16", lengths="ragged"),
 ]
 
 
-def planned(kernel: ModuleType, case: Case, num_sms: int) -> tuple[int, int, int]:
-    blocks, first_cut, pieces = kernel.plan_windows(
-        Sizes(case.B, case.Tq, case.Tk, case.H, case.kv_heads, D), num_sms
-    )
-    return blocks, first_cut, pieces
+def sizes_of(case: Case) -> Sizes:
+    return Sizes(case.B, case.Tq, case.Tk, case.H, case.kv_heads, D)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_the_cases_have_windows(kernel: ModuleType, case: Case) -> None:
     for num_sms in SMS:
         if num_sms <= H200_SMS:
-            assert planned(kernel, case, num_sms)[0] > 0
+            assert planned(kernel, sizes_of(case), num_sms)[0] > 0
 
 
 def test_a_case_of_each_kind(kernel: ModuleType) -> None:
-    """Cut or not, with neighbours or without."""
-    plans = [planned(kernel, case, H200_SMS) for case in CASES]
-    assert {(first > 0, pieces > 1) for _, first, pieces in plans} >= {(True, True), (False, True)}
-    sizes = [Sizes(c.B, c.Tq, c.Tk, c.H, c.kv_heads, D) for c in CASES]
-    assert {kernel.cluster_of_window(s) for s in sizes} == {1, 2}
+    """Whole blocks, shares of a block's own or not, in windows of a wave or less; with neighbours
+    or without."""
+    kinds = set()
+    for s in map(sizes_of, CASES):
+        plan = planned(kernel, s, H200_SMS)
+        for n, (kept, (_, stride, share)) in waves_and_rest(s, plan):
+            kinds.add("whole" if n == kept else "equal" if stride % share == 0 else "even")
+        kinds.add("wave" if plan[0] % H200_SMS == 0 else "less")
+        kinds.add(f"clusters of {kernel.cluster_of_window(s)}")
+    assert kinds == {"whole", "equal", "even", "wave", "less", "clusters of 1", "clusters of 2"}
 
 
 @pytest.mark.gpu
@@ -268,7 +416,7 @@ def test_workspaces_hold_what_was_written(kernel: ModuleType) -> None:
     lengths = torch.tensor([300, 5], device="cuda", dtype=torch.int32)
     p = solved(q, k, v, dout, lengths, 0.0)
     num_sms = torch.cuda.get_device_properties(0).multi_processor_count
-    plan = kernel.plan_windows(s, num_sms)
+    plan = planned(kernel, s, num_sms)
     assert plan[0] > 0
     splits = kernel.dq_splits_of_windows(s, plan[0], num_sms)
     floats = [

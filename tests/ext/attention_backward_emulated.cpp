@@ -6,6 +6,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <tuple>
 #include <vector>
 
 // Negative where a bit of the sign is set, then clamped: all that drop_weights does with it.
@@ -130,26 +131,36 @@ constexpr int kWindowsDim = 256;  // padded
 int64_t window_bytes(const std::vector<int>& sizes, int blocks) {
   return blocks * window_block_bytes(sizes_of(sizes));
 }
-int64_t part_floats(const std::vector<int>& sizes, int blocks, std::pair<int, int> cut) {
-  return window_part_floats(sizes_of(sizes), {blocks, {cut.first, cut.second}}, kWindowsDim);
+
+// Blocks of a window; those that are whole, of each window and of the last; then stride and share.
+using Windows = std::tuple<int, int, int, int, int>;
+
+WindowPlan plan_of(const std::vector<int>& sizes, const Windows& windows) {
+  const auto [blocks, whole, last_whole, stride, share] = windows;
+  const KeyShares shares = {ceil_div(sizes[1], kWindowTile), stride, share};
+  return {blocks, {whole, shares}, {last_whole, shares}};
 }
 
-// Whole, by windows of so many blocks of keys.
-void run_windows(const std::vector<int>& sizes, const py::dict& addresses, int blocks,
-                 std::pair<int, int> cut, int num_splits, int rotary_dim, double dropout_p,
-                 bool is_fp16, unsigned seed) {
-  AttentionBackwardParams p = params_of(sizes, addresses, cut, rotary_dim, dropout_p);
+int64_t part_floats(const std::vector<int>& sizes, const Windows& windows) {
+  return window_part_floats(sizes_of(sizes), plan_of(sizes, windows), kWindowsDim);
+}
+
+// Whole, by windows of blocks of keys.
+void run_windows(const std::vector<int>& sizes, const py::dict& addresses, const Windows& windows,
+                 int num_splits, int rotary_dim, double dropout_p, bool is_fp16, unsigned seed) {
+  const WindowPlan plan = plan_of(sizes, windows);
+  AttentionBackwardParams p = params_of(sizes, addresses, {0, 1}, rotary_dim, dropout_p);
   if (is_fp16) p.dtype = DType::kFloat16;
   p.dq_with_dkv = false;
   p.num_splits = num_splits;
-  p.windows = {blocks, at<void>(addresses, "gradients")};
+  p.windows = {plan, at<void>(addresses, "gradients")};
   start(p, seed);
   const auto written = [](const void* data, int64_t bytes) {
     const char* const begin = static_cast<const char*>(data);
     return hopper::Range{begin, begin + bytes};
   };
   const float* const parts_end = dq_fragments<kWindowsDim>(p, num_splits, 0, 0, 0);
-  hopper::written_in_chain() = {written(p.windows.gradients, window_bytes(sizes, blocks)),
+  hopper::written_in_chain() = {written(p.windows.gradients, window_bytes(sizes, plan.blocks)),
                                 written(p.dq_parts, (parts_end - p.dq_parts) * sizeof(float))};
   attention_backward_sm90_windows_d256(p, nullptr);
   hopper::written_in_chain().clear();

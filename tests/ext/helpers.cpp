@@ -179,12 +179,53 @@ void bind_key_pieces(py::module_& m) {
   });
 }
 
-// A plan of windows is (blocks, first block that is cut, pieces).
-using Windows = std::tuple<int, int, int>;
+// tiles, stride, share
+using Shares = std::tuple<int, int, int>;
+
+KeyShares key_shares(const Shares& shares) {
+  const auto [tiles, stride, share] = shares;
+  return {tiles, stride, share};
+}
+
+Shares as_tuple(const KeyShares& cut) { return {cut.tiles, cut.stride, cut.share}; }
+
+void bind_key_shares(py::module_& m) {
+  m.attr("most_pieces") = kMostPieces;
+  m.attr("most_cut_blocks") = kMostCutBlocks;
+  m.attr("most_pieces_of_block") = kMostPiecesOfBlock;
+  m.def("equal_shares",
+        [](int tiles, int pieces) { return as_tuple(equal_shares(tiles, pieces)); });
+  m.def("even_shares", [](int tiles, int blocks, int num_sms) {
+    return as_tuple(even_shares(tiles, blocks, num_sms));
+  });
+  m.def("parts_of_block", [](const Shares& shares, int block) {
+    return as_tuple(parts_of_block(key_shares(shares), block));
+  });
+  m.def("tiles_of_piece", [](const Shares& shares, int block, int piece) {
+    return as_tuple(tiles_of_piece(key_shares(shares), block, piece));
+  });
+  m.def("order_pieces", [](const Shares& shares, int blocks) {
+    const PieceOrder order = order_pieces(key_shares(shares), blocks);
+    std::vector<std::pair<int, int>> pieces;
+    for (int i = 0; i < order.count; ++i) {
+      pieces.emplace_back(order.pieces[i].block, order.pieces[i].piece);
+    }
+    return pieces;
+  });
+}
+
+// A window's cut is its blocks that are whole and the others' shares.
+using Cut = std::pair<int, Shares>;
+
+Cut as_tuple(const WindowCut& cut) { return {cut.whole_blocks, as_tuple(cut.shares)}; }
+
+// A plan of windows is (blocks, cut, the last one's cut).
+using Windows = std::tuple<int, Cut, Cut>;
 
 WindowPlan window_plan(const Windows& windows) {
-  const auto [blocks, first_block, pieces] = windows;
-  return {blocks, {first_block, pieces}};
+  const auto& [blocks, cut, last_cut] = windows;
+  return {
+      blocks, {cut.first, key_shares(cut.second)}, {last_cut.first, key_shares(last_cut.second)}};
 }
 
 void bind_gradient_windows(py::module_& m) {
@@ -194,7 +235,15 @@ void bind_gradient_windows(py::module_& m) {
   m.def("plan_windows", [](const Sizes& sizes, int num_sms) {
     const AttentionSizes s = attention_sizes(sizes);
     const WindowPlan plan = plan_windows(s, s.head_dim, num_sms);
-    return Windows(plan.blocks, plan.cut.first_block, plan.cut.pieces);
+    return Windows(plan.blocks, as_tuple(plan.cut), as_tuple(plan.last_cut));
+  });
+  m.def("cut_window", [](const Sizes& sizes, int64_t blocks, int num_sms) {
+    const AttentionSizes s = attention_sizes(sizes);
+    return as_tuple(cut_window(s, blocks, s.head_dim, num_sms));
+  });
+  m.def("cut_time", [](const Sizes& sizes, const Shares& shares, int blocks, int num_sms) {
+    const AttentionSizes s = attention_sizes(sizes);
+    return cut_time(s, key_shares(shares), blocks, s.head_dim, num_sms);
   });
   m.def("window_part_floats", [](const Sizes& sizes, const Windows& windows) {
     const AttentionSizes s = attention_sizes(sizes);
@@ -211,9 +260,6 @@ void bind_gradient_windows(py::module_& m) {
         [](int64_t first_block, int64_t end_block, int64_t head, int num_keys, int key_count) {
           return as_tuple(window_tiles(first_block, end_block, head, num_keys, key_count));
         });
-  m.def("grid_index", [](int first_block, int pieces, int64_t block) {
-    return grid_index(KeyCut{first_block, pieces}, block);
-  });
   m.def("dq_splits_of_windows", [](const Sizes& sizes, int64_t blocks, int num_sms) {
     return dq_splits_of_windows(attention_sizes(sizes), blocks, num_sms);
   });
@@ -229,5 +275,6 @@ PYBIND11_MODULE(helpers, m) {
   frx::bind_norm_rope_plan(m);
   frx::bind_block(m);
   frx::bind_key_pieces(m);
+  frx::bind_key_shares(m);
   frx::bind_gradient_windows(m);
 }
