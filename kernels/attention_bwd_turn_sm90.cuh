@@ -24,7 +24,8 @@ struct PairTurns {
 // Blocks of keys: all, or those whose score gradients are kept (see gradient_windows.h).
 struct KeyWindow {
   int32_t first_block, end_block;
-  int32_t cluster;  // neighbours that walk over the same rows, 1 or 2
+  int32_t cluster;      // neighbours that walk over the same rows, 1 or 2
+  int32_t first_split;  // as in WindowCut
 };
 
 struct Sm90BackwardParams {

@@ -14,8 +14,9 @@ void attention_backward_sm90_windows_d256(const AttentionBackwardParams& p, cuda
   CutKeys cut_keys = {};
   for (int64_t first = 0; first < all; first += p.windows.blocks) {
     const int64_t end = std::min(all, first + p.windows.blocks);
-    const KeyWindow window = {static_cast<int32_t>(first), static_cast<int32_t>(end), 1};
     const WindowCut& cut = end < all ? p.windows.cut : p.windows.last_cut;
+    const KeyWindow window = {static_cast<int32_t>(first), static_cast<int32_t>(end), 1,
+                              cut.first_split};
     run_backward_window<Keys>(p, window, cut, stream);
     cut_keys = cut_blocks(cut, window.first_block, window.end_block);
     // The next window's parts take the place of these. Those of the last one are summed with dq's.

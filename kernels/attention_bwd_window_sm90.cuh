@@ -49,7 +49,8 @@ struct WindowItem {
   IndexRange tiles;  // of the other side: queries of each of `heads`, or keys
 };
 
-// Blocks for dk come first, since they are the longest. Query tiles vary fastest in those for dq.
+// Blocks for dk come first, then those for dq of the first split, which may be the longest. Query
+// tiles vary fastest.
 __device__ __forceinline__ WindowItem locate_window_item(const Sm90BackwardParams& params) {
   const AttentionSizes& s = params.attention.sizes;
   const KeyWindow& window = params.window;
@@ -64,10 +65,10 @@ __device__ __forceinline__ WindowItem locate_window_item(const Sm90BackwardParam
     index -= static_cast<int>(shape.dk_clusters);
     int rest = index / shape.query_clusters;
     item.first_row = ((index - rest * shape.query_clusters) * window.cluster + rank) * kTileRows;
-    item.split = rest % params.attention.num_splits;
-    rest /= params.attention.num_splits;
-    kv_head = shape.first_head + rest / group;
     item.head = rest % group;  // of the group, so far
+    rest /= group;
+    item.split = rest % params.attention.num_splits;
+    kv_head = shape.first_head + rest / params.attention.num_splits;
     item.heads = 1;
     item.window_block = kv_head * shape.head_blocks - window.first_block;
   } else {
@@ -85,9 +86,9 @@ __device__ __forceinline__ WindowItem locate_window_item(const Sm90BackwardParam
   item.head += item.kv_head * group;
   const int keys = key_count(params.attention.scores.kv_lengths, item.batch, s.num_keys);
   if (item.is_dq) {
-    item.tiles =
-        part_of_range(window_tiles(window.first_block, window.end_block, kv_head, s.num_keys, keys),
-                      item.split, params.attention.num_splits);
+    item.tiles = split_of_tiles(
+        window_tiles(window.first_block, window.end_block, kv_head, s.num_keys, keys), item.split,
+        params.attention.num_splits, window.first_split);
     item.exists = item.first_row < s.num_queries;
     item.is_first = item.window_block >= 0;
     item.multiplies = item.exists && item.tiles.begin < item.tiles.end;

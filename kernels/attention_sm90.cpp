@@ -183,9 +183,10 @@ int64_t dq_part_floats(const AttentionSizes& s) {
   return s.batch * s.num_heads * tiles_of(s.num_queries, 64) * 64 * backward_padded_dim(s.head_dim);
 }
 
-Sm90BackwardPlan plan_with_windows(const AttentionSizes& s, int padded_dim,
-                                   const WindowPlan& windows, int num_sms) {
+Sm90BackwardPlan plan_with_windows(const AttentionSizes& s, int padded_dim, WindowPlan windows,
+                                   int num_sms) {
   const int splits = dq_splits_of_windows(s, windows.blocks, num_sms);
+  split_windows(windows, s, splits, num_sms);
   return {false,
           splits,
           splits * dq_part_floats(s),

@@ -70,7 +70,7 @@ inline double cut_time(const AttentionSizes& s, const KeyShares& cut, int blocks
 inline WindowCut cut_window(const AttentionSizes& s, int64_t blocks, int padded_dim, int num_sms) {
   const int last_wave = static_cast<int>(blocks % num_sms);
   const int tiles = ceil_div(s.num_queries, kWindowTile), group = s.num_heads / s.num_kv_heads;
-  const WindowCut none = {static_cast<int32_t>(blocks), {1, 1, 1}};
+  const WindowCut none = {static_cast<int32_t>(blocks), {1, 1, 1}, 0};
   if (last_wave == 0) return none;
   const double uncut_time = kKeyBlockOverhead + key_tile_time(padded_dim) * group * tiles;
   WindowCut best = none;
@@ -78,7 +78,7 @@ inline WindowCut cut_window(const AttentionSizes& s, int64_t blocks, int padded_
   const auto consider = [&](const KeyShares& shares) {
     const double time = cut_time(s, shares, last_wave, padded_dim, num_sms);
     if (time >= best_time) return;
-    best = {static_cast<int32_t>(blocks - last_wave), shares};
+    best = {static_cast<int32_t>(blocks - last_wave), shares, 0};
     best_time = time;
   };
   for (int pieces = 2; pieces <= std::min({kMostPiecesOfBlock, tiles, num_sms / last_wave});
@@ -173,32 +173,80 @@ FRX_HOST_DEVICE IndexRange window_tiles(int64_t first_block, int64_t end_block, 
   return {begin * kBlockTiles, smaller(last * kBlockTiles, ceil_div(key_count, kWindowTile))};
 }
 
-// How long the second kernel takes for a window, in tiles of a block. Blocks for dk take the first
-// round; those for dq fill what they leave, and then end together.
-inline double window_time(const AttentionSizes& s, int64_t first_block, int64_t end_block,
-                          int dq_splits, int num_sms) {
-  constexpr double kBlockOverhead = 8.0;
+// Tiles of a head's keys that are of a split's block.
+FRX_HOST_DEVICE IndexRange split_of_tiles(IndexRange tiles, int split, int splits,
+                                          int first_split) {
+  if (first_split == 0) return part_of_range(tiles, split, splits);
+  const int middle = smaller(tiles.begin + first_split, tiles.end);
+  if (split == 0) return {tiles.begin, middle};
+  return part_of_range({middle, tiles.end}, split - 1, splits - 1);
+}
+
+// What the second kernel has to do for a window. Times are in tiles of a block.
+struct WindowWork {
+  static constexpr double kBlockOverhead = 8.0;
+  int64_t dk_blocks, late;  // of multiprocessors that have one of the former more than others
+  int64_t dq_blocks;        // of a split
+  int64_t heads;            // of keys, in the problem
+  int64_t head_tiles;       // of a head's keys, on average
+  double dk_time;           // of a block
+};
+
+inline WindowWork work_of_window(const AttentionSizes& s, int64_t first_block, int64_t end_block,
+                                 int num_sms) {
   const WindowShape shape =
       shape_of_window(s, static_cast<int>(first_block), static_cast<int>(end_block), 1);
   const int group = s.num_heads / s.num_kv_heads;
-  const int64_t dk_blocks = end_block - first_block, late = dk_blocks % num_sms;
-  const int64_t head_tiles =  // of keys, on average
-      ceil_div(dk_blocks * (kKeysPerBlock / kWindowTile), int64_t{shape.heads});
-  const double dk_time = kBlockOverhead + group * ceil_div(s.num_queries, kWindowTile);
-  const double dq_time = kBlockOverhead + ceil_div(head_tiles, int64_t{dq_splits});
+  const int64_t dk_blocks = end_block - first_block;
+  return {dk_blocks,
+          dk_blocks % num_sms,
+          int64_t{shape.heads} * group * shape.query_clusters,
+          s.batch * s.num_kv_heads,
+          ceil_div(dk_blocks * (kKeysPerBlock / kWindowTile), int64_t{shape.heads}),
+          WindowWork::kBlockOverhead + group * ceil_div(s.num_queries, kWindowTile)};
+}
+
+// How long it takes with equal splits. Blocks for dk take the first round; those for dq fill what
+// they leave, and then end together.
+inline double equal_splits_time(const WindowWork& work, int splits, int num_sms) {
+  const double dq_time = WindowWork::kBlockOverhead + ceil_div(work.head_tiles, int64_t{splits});
   // Multiprocessors that have a block for dk less than others, and those others
-  double time = static_cast<double>(dk_blocks / num_sms) * dk_time, late_time = time + dk_time;
-  int64_t left = int64_t{shape.heads} * group * shape.query_clusters * dq_splits;
+  double time = static_cast<double>(work.dk_blocks / num_sms) * work.dk_time;
+  double late_time = time + work.dk_time;
+  int64_t left = work.dq_blocks * splits;
   while (left > 0) {
     if (time <= late_time) {
-      left -= num_sms - late;
+      left -= num_sms - work.late;
       time += dq_time;
     } else {
-      left -= late;
+      left -= work.late;
       late_time += dq_time;
     }
   }
-  return late > 0 ? std::max(time, late_time) : time;
+  return work.late > 0 ? std::max(time, late_time) : time;
+}
+
+struct SplitPlan {
+  int first_split;  // as in WindowCut
+  double time;
+};
+
+// Where the blocks for dk leave room for a block of every query, these start at once, and have so
+// many tiles that they end with the others, which start behind the blocks for dk. With several
+// heads of keys windows have some keys of each, not as many of one as of another.
+inline SplitPlan plan_splits(const WindowWork& work, int splits, int num_sms) {
+  constexpr double kLeastGain = 0.05;
+  const SplitPlan equal = {0, equal_splits_time(work, splits, num_sms)};
+  const int64_t others = splits - 1, early = num_sms - work.late - work.dq_blocks;
+  if (work.heads > 1 || work.late == 0 || others == 0 || early < 0) return equal;
+  const int first = static_cast<int>((others * work.dk_time + work.head_tiles) / splits);
+  if (first >= work.head_tiles) return equal;
+  const double other = WindowWork::kBlockOverhead + ceil_div(work.head_tiles - first, others);
+  const double time = std::max(WindowWork::kBlockOverhead + first, work.dk_time + other);
+  const int64_t room = work.late + early * static_cast<int64_t>(time / other);
+  if (work.dq_blocks * others > room) return equal;
+  const double all_time = static_cast<double>(work.dk_blocks / num_sms) * work.dk_time + time;
+  return all_time < (1 - kLeastGain) * equal.time ? SplitPlan{first, all_time} : equal;
 }
 
 // Blocks that share the keys that a query has in a window.
@@ -208,16 +256,28 @@ inline int dq_splits_of_windows(const AttentionSizes& s, int64_t blocks, int num
   const int64_t all = key_blocks(s), full = (all - 1) / blocks;  // windows before the last one
   int best = 1;
   double best_time = 0;
+  const WindowWork work = work_of_window(s, 0, blocks, num_sms);
+  const WindowWork last_work = work_of_window(s, full * blocks, all, num_sms);
   for (int splits = 1; splits <= kMaxSplits; ++splits) {
-    const double time = static_cast<double>(full) * window_time(s, 0, blocks, splits, num_sms) +
-                        window_time(s, full * blocks, all, splits, num_sms) +
-                        splits * kSplitOverhead;
+    const double time = static_cast<double>(full) * plan_splits(work, splits, num_sms).time +
+                        plan_splits(last_work, splits, num_sms).time + splits * kSplitOverhead;
     if (splits == 1 || time < best_time) {
       best = splits;
       best_time = time;
     }
   }
   return best;
+}
+
+// The plan's splits of dq, of so many.
+inline void split_windows(WindowPlan& plan, const AttentionSizes& s, int splits, int num_sms) {
+  const int64_t all = key_blocks(s), full = (all - 1) / plan.blocks;
+  const auto first_split = [&](int64_t first_block, int64_t end_block) {
+    const WindowWork work = work_of_window(s, first_block, end_block, num_sms);
+    return plan_splits(work, splits, num_sms).first_split;
+  };
+  plan.cut.first_split = first_split(0, plan.blocks);
+  plan.last_cut.first_split = first_split(full * plan.blocks, all);
 }
 
 }  // namespace frx

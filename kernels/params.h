@@ -112,10 +112,12 @@ struct KeyShares {
   int32_t share;   // of a piece, at most
 };
 
-// How a window's blocks are cut: the first ones are whole.
+// How a window's work is cut: that of its blocks of keys, of which the first ones are whole, and
+// that of the blocks that share a query's keys.
 struct WindowCut {
   int32_t whole_blocks;
-  KeyShares shares;  // of the others
+  KeyShares shares;     // of the others
+  int32_t first_split;  // tiles of keys of the first one; 0: of each the same
 };
 
 struct WindowPlan {

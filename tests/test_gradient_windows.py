@@ -340,6 +340,48 @@ def test_splits_are_limited(kernel: ModuleType) -> None:
     assert kernel.dq_splits_of_windows(SAM2, 132, H200_SMS) > 1
 
 
+def test_every_tile_of_keys_is_in_one_split(kernel: ModuleType) -> None:
+    for begin, length, splits, first in itertools.product(
+        (0, 3), (0, 1, 5, 12, 190), (1, 2, 4), (0, 1, 4, 12, 200)
+    ):
+        if splits == 1 and first > 0:
+            continue
+        parts = [
+            kernel.split_of_tiles(begin, begin + length, i, splits, first) for i in range(splits)
+        ]
+        assert [t for part in parts for t in range(*part)] == list(range(begin, begin + length))
+        if first > 0:
+            assert parts[0] == (begin, begin + min(first, length))
+    # A head without keys: begin may lie beyond end.
+    assert all(b >= e for b, e in (kernel.split_of_tiles(7, 4, i, 3, 2) for i in range(3)))
+
+
+def test_a_longer_split_fills_what_dk_leaves(kernel: ModuleType) -> None:
+    """By as much as was thought, when the hardware hands out blocks in order."""
+    first, time, equal_time = kernel.plan_splits(SAM2, 132, 225, 4, H200_SMS)
+    assert (first, time, equal_time) == (100, 109, 127)
+    longer = 0
+    for s, num_sms in itertools.product(MANY_SIZES, SMS):
+        if planned(kernel, s, num_sms)[0] == 0 or s.Tq > 5000:
+            continue
+        for blocks, splits in itertools.product((1, 5, num_sms // 2, num_sms - 33), (2, 4, 7)):
+            if not 0 < blocks <= all_blocks(s):
+                continue
+            first, time, equal_time = kernel.plan_splits(s, 0, blocks, splits, num_sms)
+            assert time <= equal_time
+            if first == 0:
+                continue
+            longer += 1
+            group, tiles = s.H // s.Hkv, blocks * 2
+            of_split = group * -(-s.Tq // QUERIES)
+            times: list[float] = [8 + group * -(-s.Tq // TILE)] * blocks
+            for split in range(splits):
+                begin, end = kernel.split_of_tiles(0, tiles, split, splits, first)
+                times += [8 + end - begin] * of_split
+            assert end_of(times, num_sms) <= time + 1e-6
+    assert longer > 20
+
+
 # ---------------------------------------------------------------------------------- the gradients
 
 # More blocks of keys than a window has, and queries enough, with at most as many multiprocessors as
@@ -358,7 +400,7 @@ CASES = [
     Case("shared", 2, 768, 8600, H=8, Hkv=1, D=256, Dq=96, dtype="bf16", lengths="ragged"),
     # Many blocks beyond a wave
     Case("even", 1, 2000, 28000, H=1, D=256, Dq=96, dtype="bf16", lse=True),
-    Case("even_lengths", 2, 1536, 1400, H=9, D=256, Dq=96, dtype="bf16", lengths="ragged"),
+    Case("even_lengths", 2, 1536, 1400, H=10, D=256, Dq=96, dtype="bf16", lengths="ragged"),
 ]
 
 
@@ -394,11 +436,13 @@ def test_as_accurate_as_any(case: Case) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("D", "H", "Hkv"), [(256, 12, 12), (200, 24, 12)])
-def test_the_same_bits_every_time(D: int, H: int, Hkv: int) -> None:
+@pytest.mark.parametrize(
+    ("D", "H", "Hkv", "Tk"), [(256, 12, 12, 768), (200, 24, 12, 768), (256, 10, 10, 1400)]
+)
+def test_the_same_bits_every_time(D: int, H: int, Hkv: int, Tk: int) -> None:
     on_hopper()
     q, dout = (torch.randn(2, 1536, H, D, device="cuda").bfloat16() for _ in range(2))
-    k, v = (torch.randn(2, 768, Hkv, D, device="cuda").bfloat16() for _ in range(2))
+    k, v = (torch.randn(2, Tk, Hkv, D, device="cuda").bfloat16() for _ in range(2))
     p, spec = solved(q, k, v, dout, None, 0.1), RotationSpec(64)
     first = backward(p, spec)
     for deterministic in (False, False, False, True, True):

@@ -23,6 +23,7 @@ class Windows(NamedTuple):
     blocks: int  # of keys, in each
     splits: int = 1  # of dq
     cut: tuple[int, int, int] | None = None  # blocks that are whole, stride, share
+    first_split: int = 0  # tiles of the first of a query's blocks for dq
 
 
 HALF = Options(dtype=torch.float16)
@@ -47,6 +48,13 @@ CASES: dict[str, tuple[Sizes, Windows, Options]] = {
     "dropout": (Sizes(1, 130, 140, 2, 1, 256), Windows(1, splits=2), Options(dropout_p=0.3)),
     "rotated": (Sizes(1, 200, 260, 1, 1, 200), Windows(2, splits=3), Options(rotary_dim=192)),
     "more splits than tiles": (Sizes(1, 64, 140, 1, 1, 136), Windows(1, splits=5), Options()),
+    "a longer split": (Sizes(1, 130, 600, 1, 1, 256), Windows(3, 3, None, 4), Options()),
+    "a longer split, lengths": (
+        Sizes(2, 70, 520, 2, 1, 256),
+        Windows(4, 2, None, 3),
+        Options(lengths=(330, 130), rotary_dim=64),
+    ),
+    "nothing for other splits": (Sizes(1, 64, 260, 4, 2, 136), Windows(2, 3, None, 9), Options()),
     # Shares of a block's own
     "cut": (Sizes(1, 200, 260, 1, 1, 256), Windows(2, 1, (0, 4, 2)), Options(rotary_dim=64)),
     "cut within a window": (Sizes(1, 130, 600, 1, 1, 256), Windows(2, 2, (1, 3, 1)), Options()),
@@ -96,10 +104,10 @@ def kernel(request: pytest.FixtureRequest) -> ModuleType:
 
 @pytest.mark.parametrize(("s", "windows", "o"), CASES.values(), ids=CASES)
 def test_gradients(kernel: ModuleType, s: Sizes, windows: Windows, o: Options) -> None:
-    blocks, splits, cut = windows
+    blocks, splits, cut, first_split = windows
     last_blocks = (s.B * s.Hkv * -(-s.Tk // KEYS) - 1) % blocks + 1
     whole, stride, share = cut or (blocks, 1, 1)
-    plan = blocks, min(whole, blocks), min(whole, last_blocks), stride, share
+    plan = blocks, min(whole, blocks), min(whole, last_blocks), stride, share, first_split
     words = kernel.window_bytes(s, blocks) // 2
     workspaces = {
         "dq_parts": torch.full((splits * dq_part_floats(s),), math.nan),

@@ -132,13 +132,14 @@ int64_t window_bytes(const std::vector<int>& sizes, int blocks) {
   return blocks * window_block_bytes(sizes_of(sizes));
 }
 
-// Blocks of a window; those that are whole, of each window and of the last; then stride and share.
-using Windows = std::tuple<int, int, int, int, int>;
+// Blocks of a window; those that are whole, of each window and of the last; stride and share; tiles
+// of the first split.
+using Windows = std::tuple<int, int, int, int, int, int>;
 
 WindowPlan plan_of(const std::vector<int>& sizes, const Windows& windows) {
-  const auto [blocks, whole, last_whole, stride, share] = windows;
+  const auto [blocks, whole, last_whole, stride, share, first_split] = windows;
   const KeyShares shares = {ceil_div(sizes[1], kWindowTile), stride, share};
-  return {blocks, {whole, shares}, {last_whole, shares}};
+  return {blocks, {whole, shares, first_split}, {last_whole, shares, first_split}};
 }
 
 int64_t part_floats(const std::vector<int>& sizes, const Windows& windows) {

@@ -224,8 +224,9 @@ using Windows = std::tuple<int, Cut, Cut>;
 
 WindowPlan window_plan(const Windows& windows) {
   const auto& [blocks, cut, last_cut] = windows;
-  return {
-      blocks, {cut.first, key_shares(cut.second)}, {last_cut.first, key_shares(last_cut.second)}};
+  return {blocks,
+          {cut.first, key_shares(cut.second), 0},
+          {last_cut.first, key_shares(last_cut.second), 0}};
 }
 
 void bind_gradient_windows(py::module_& m) {
@@ -260,6 +261,16 @@ void bind_gradient_windows(py::module_& m) {
         [](int64_t first_block, int64_t end_block, int64_t head, int num_keys, int key_count) {
           return as_tuple(window_tiles(first_block, end_block, head, num_keys, key_count));
         });
+  m.def("split_of_tiles", [](int begin, int end, int split, int splits, int first_split) {
+    return as_tuple(split_of_tiles({begin, end}, split, splits, first_split));
+  });
+  // Tiles of the first split, and the time; time of equal splits.
+  m.def("plan_splits", [](const Sizes& sizes, int64_t first_block, int64_t end_block, int splits,
+                          int num_sms) {
+    const WindowWork work = work_of_window(attention_sizes(sizes), first_block, end_block, num_sms);
+    const SplitPlan plan = plan_splits(work, splits, num_sms);
+    return std::make_tuple(plan.first_split, plan.time, equal_splits_time(work, splits, num_sms));
+  });
   m.def("dq_splits_of_windows", [](const Sizes& sizes, int64_t blocks, int num_sms) {
     return dq_splits_of_windows(attention_sizes(sizes), blocks, num_sms);
   });
