@@ -81,26 +81,36 @@ struct KeyShare {
   int splits;
 };
 
-// The tile's queries to shared memory, by all threads of the block. Those that do not exist become
-// zeros, whose results nobody reads.
+// Copies the tile's queries to shared memory, by all threads of the block. Those that do not exist
+// become zeros, whose results nobody reads.
 template <class Shape>
-__device__ __forceinline__ void copy_queries(const AttentionForwardParams& p,
-                                             typename Shape::SharedStorage& shared, int64_t b,
-                                             int h, int first_query) {
+class QueryCopier {
+ public:
+  __device__ __forceinline__ QueryCopier(const AttentionForwardParams& p, int64_t b, int h,
+                                         int first_query)
+      : copier_(threadIdx.x),
+        step_bytes_(p.q.token_stride * static_cast<int>(copier_.kRowStep * sizeof(Element))) {
+    const int query = first_query + copier_.row();
+    const bool has_column = copier_.column() < p.sizes.head_dim;
+    const bool exists = query < p.sizes.num_queries && has_column;
+    queries_ = has_column ? p.sizes.num_queries - first_query : 0;
+    source_ = settled(reinterpret_cast<const char*>(
+        static_cast<const Element*>(p.q.data) +
+        (exists ? offset_in(p.q, b, query, h) + copier_.column() : 0)));
+  }
+
+  __device__ __forceinline__ void copy(typename Shape::Tile tile) const {
+    if (copier_.row() >= Shape::kQueries) return;
+    copier_.copy(tile.address(0, 0), source_, step_bytes_, [&](int row) { return row < queries_; });
+  }
+
+ private:
   using Element = typename Shape::Element;
-  using Tile = typename Shape::Tile;
-  const RowCopier<Tile, Shape::kQueries, kBlockThreads> copier(threadIdx.x);
-  if (copier.row() >= Shape::kQueries) return;
-  const int query = first_query + copier.row();
-  const bool has_column = copier.column() < p.sizes.head_dim;
-  const bool exists = query < p.sizes.num_queries && has_column;
-  const auto* q = static_cast<const Element*>(p.q.data) +
-                  (exists ? offset_in(p.q, b, query, h) + copier.column() : 0);
-  const int queries = has_column ? p.sizes.num_queries - first_query : 0;
-  copier.copy(Tile{shared.q}.address(0, 0), reinterpret_cast<const char*>(q),
-              p.q.token_stride * static_cast<int>(copier.kRowStep * sizeof(Element)),
-              [&](int row) { return row < queries; });
-}
+  RowCopier<typename Shape::Tile, Shape::kQueries, kBlockThreads> copier_;
+  int queries_;
+  int64_t step_bytes_;
+  const char* source_;
+};
 
 // One warp's chunks of keys: weights and weighted values, relative to its own maximum. Waits for
 // the kernel before, which makes q, and k and v too unless they were finished long ago.
@@ -152,8 +162,8 @@ __device__ __forceinline__ void attend_keys(const AttentionForwardParams& p, boo
   };
   const auto* k = static_cast<const Element*>(p.k.data) + offset_in(p.k, b, 0, kv_head) + column;
   const auto* v = static_cast<const Element*>(p.v.data) + offset_in(p.v, b, 0, kv_head) + column;
-  const char* k_bytes = reinterpret_cast<const char*>(k);
-  const char* v_bytes = reinterpret_cast<const char*>(v);
+  const char* k_bytes = settled(reinterpret_cast<const char*>(k));
+  const char* v_bytes = settled(reinterpret_cast<const char*>(v));
   const int64_t k_token_bytes = p.k.token_stride * kBytes,
                 v_token_bytes = p.v.token_stride * kBytes;
 
@@ -169,9 +179,10 @@ __device__ __forceinline__ void attend_keys(const AttentionForwardParams& p, boo
     commit_copies();
   };
 
+  const QueryCopier<Shape> query_copier(p, b, h, first_query);
   if (!has_finished_keys) {
     wait_for_previous_kernel();
-    copy_queries<Shape>(p, shared, b, h, first_query);  // in one group with the first K
+    query_copier.copy(q_tile);  // in one group with the first K
   }
 #pragma unroll 1
   for (int i = 0; i < kStages; ++i) {
@@ -180,7 +191,7 @@ __device__ __forceinline__ void attend_keys(const AttentionForwardParams& p, boo
   }
   if (has_finished_keys) {
     wait_for_previous_kernel();
-    copy_queries<Shape>(p, shared, b, h, first_query);
+    query_copier.copy(q_tile);
     commit_copies();
     wait_copies<0>();
   }

@@ -151,9 +151,9 @@ class HeadCopier {
       : copier_(thread),
         limit_(copier_.column() < head_dim ? limit : 0),
         token_bytes_(view.token_stride * static_cast<int>(sizeof(Element))),
-        source_(reinterpret_cast<const char*>(static_cast<const Element*>(view.data) +
-                                              offset_in(view, batch, copier_.row(), head) +
-                                              copier_.column())) {}
+        source_(settled(reinterpret_cast<const char*>(static_cast<const Element*>(view.data) +
+                                                      offset_in(view, batch, copier_.row(), head) +
+                                                      copier_.column()))) {}
 
   // The tokens from `first` on.
   __device__ __forceinline__ void copy(uint32_t tile, int first) const {

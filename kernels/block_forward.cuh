@@ -33,9 +33,6 @@ __global__ __launch_bounds__(
   extern __shared__ __align__(16) char smem[];
   int tile = blockIdx.x, member = 0;
   while (tile >= group.tiles[member]) tile -= group.tiles[member++];
-  // What comes before the block is complete, also for the kernels after this one, before any of
-  // them reads an argument.
-  if (!group.follows_kernel) wait_for_previous_kernel();
   const ProjectionParams& p = group.members[member];
   const int row_tile = quotient(tile, p.column_tiles);
   const int column_tile = tile - row_tile * p.column_tiles.value;
@@ -52,16 +49,31 @@ __global__ __launch_bounds__(kBlockThreads, kAttentionBlocks<Op, kD>) void block
   attend_tile<Shape>(p, block >> p.log2_key_splits, {block & (splits - 1), splits}, shared);
 }
 
-// Bytes of shared memory for the stages that a group's tiles have. What they leave has room for
-// blocks of the next kernel, which fetch their first operands early.
+// What a kernel takes of the shared memory that it may need: little leaves room for blocks of the
+// next kernel, which fetch their first operands early. Either this or all, since what has to be
+// asked for is a setting of the kernel's that other threads may be about to launch with.
+constexpr size_t smem_of(size_t needed, size_t most) {
+  constexpr size_t kUnasked = 48 * 1024;  // a kernel gets without asking for more
+  return needed <= kUnasked ? needed : most;
+}
+
+// For the stages that a group's tiles have.
 template <class Shape>
 size_t projection_smem(const ProjectionGroup& p) {
-  constexpr size_t kUnasked = 48 * 1024;  // a kernel gets without asking for more
   int depth = 0;
   for (int i = 0; i < p.count; ++i) depth = std::max(depth, p.members[i].depth);
   const size_t stages = ceil_div(depth, Shape::kDepth) * Shape::kStageBytes;
-  const size_t needed = std::max<size_t>(stages, Shape::kSumBytes);
-  return needed <= kUnasked ? needed : Shape::kSmemBytes;
+  return smem_of(std::max<size_t>(stages, Shape::kSumBytes), Shape::kSmemBytes);
+}
+
+// For the chunks of keys that a warp has.
+template <class Shape>
+size_t attention_smem(int num_keys, int splits) {
+  using Storage = typename Shape::SharedStorage;
+  const int chunks = ceil_div(ceil_div(num_keys, Shape::kKeys), Shape::kKeyWarps * splits);
+  const size_t stages = size_t{Shape::kKeyWarps} * sizeof(typename Shape::Chunk) * chunks;
+  const size_t needed = Shape::kQueryBytes + std::max(stages, sizeof(typename Shape::Results));
+  return smem_of(needed, sizeof(Storage));
 }
 
 template <class Op, int kColumns, int kRows>
@@ -99,9 +111,10 @@ void launch_attention(const BlockAttentionParams& params, cudaStream_t stream) {
   const int log2_splits = choose_log2_key_splits(tiles, sizes.num_keys, slots);
   p.log2_key_splits =
       log2_splits > 0 && waits_for_previous_kernel(kKernel, kName) ? log2_splits : 0;
-  launch_chained(kKernel, kName, tiles << p.log2_key_splits, kBlockThreads,
-                 sizeof(typename BlockAttentionShape<Op, kD>::SharedStorage), stream, p,
-                 1 << p.log2_key_splits);
+  const int splits = 1 << p.log2_key_splits;
+  launch_chained(kKernel, kName, tiles * splits, kBlockThreads,
+                 attention_smem<BlockAttentionShape<Op, kD>>(sizes.num_keys, splits), stream, p,
+                 splits);
 }
 
 // ProjectionOp: multiplies what comes from memory, which leaves more ways to split fp32.

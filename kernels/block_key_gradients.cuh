@@ -87,27 +87,40 @@ struct QueryChunk {
   __device__ __forceinline__ int first_query() const { return chunk * kBlockBackwardRows; }
 };
 
-// Starts the copy of one warp's (or pair of warps') chunk of queries.
+// Copies chunks of one head's queries for a warp, or a pair of warps.
 template <class Shape>
-__device__ __forceinline__ void load_query_chunk(const BlockAttentionBackwardParams& p,
-                                                 const KeyTile& at, typename Shape::Chunk& shared,
-                                                 const QueryChunk& item, int thread) {
-  using Element = typename Shape::Element;
-  using Copier = HeadCopier<typename Shape::Tile, 32 * Shape::kColumnWarps, Element>;
-  const AttentionBackwardParams& a = p.attention;
-  const int h = at.head * at.group + item.head, num_queries = a.sizes.num_queries;
-  const int first_query = item.first_query();
-  const Copier q_copier(a.q, at.batch, h, a.sizes.head_dim, num_queries, thread);
-  const Copier dout_copier(a.dout, at.batch, h, a.sizes.head_dim, num_queries, thread);
-  q_copier.copy(shared_address(shared.q), first_query);
-  dout_copier.copy(shared_address(shared.dout), first_query);
-  if (thread >= Shape::kQueries) return;
-  // Zeros for a query that does not exist, whose score is -inf
-  const bool exists = first_query + thread < num_queries;
-  const int64_t row = static_cast<int64_t>(at.batch * p.heads.value + h) * num_queries +
-                      (exists ? first_query + thread : 0);
-  copy_async_16(&shared.rows[thread], p.row_terms + row, exists);
-}
+class QueryChunkCopier {
+ public:
+  __device__ __forceinline__ QueryChunkCopier(const BlockAttentionBackwardParams& p,
+                                              const KeyTile& at, int head_of_group, int thread)
+      : thread_(thread),
+        num_queries_(p.attention.sizes.num_queries),
+        q_(p.attention.q, at.batch, at.head * at.group + head_of_group, p.attention.sizes.head_dim,
+           num_queries_, thread),
+        dout_(p.attention.dout, at.batch, at.head * at.group + head_of_group,
+              p.attention.sizes.head_dim, num_queries_, thread),
+        rows_(settled(reinterpret_cast<const char*>(
+            p.row_terms +
+            static_cast<int64_t>(at.batch * p.heads.value + at.head * at.group + head_of_group) *
+                num_queries_))) {}
+
+  __device__ __forceinline__ void copy(typename Shape::Chunk& shared, int first_query) const {
+    q_.copy(shared_address(shared.q), first_query);
+    dout_.copy(shared_address(shared.dout), first_query);
+    if (thread_ >= Shape::kQueries) return;
+    // Zeros for a query that does not exist, whose score is -inf
+    const bool exists = first_query + thread_ < num_queries_;
+    const int64_t row = exists ? first_query + thread_ : 0;
+    copy_async_16(&shared.rows[thread_], rows_ + row * sizeof(RowTerms), exists);
+  }
+
+ private:
+  using Copier =
+      HeadCopier<typename Shape::Tile, 32 * Shape::kColumnWarps, typename Shape::Element>;
+  int thread_, num_queries_;
+  Copier q_, dout_;
+  const char* rows_;
+};
 
 // dk and dv += what one chunk of queries gives.
 template <class Op, class Shape>
@@ -183,18 +196,18 @@ __device__ __forceinline__ void differentiate_keys(const BlockAttentionBackwardP
   load_keys(shared.k, a.k);
   load_keys(shared.v, a.v);
   find_tile_angles<Shape::kThreads, kD>(shared.angles, p.k_rotation, at);
-  wait_for_previous_kernel();
-
   QueryChunk next{0, at.chunks.begin + chunk_warp};
   next.settle(at);
-  auto load_next = [&](int stage) {
-    if (next.exists(at)) {
-      load_query_chunk<Shape>(p, at, shared.chunks[chunk_warp][stage], next,
-                              32 * column_warp + thread % 32);
-    }
+  auto copier_of_next = [&] {
+    return QueryChunkCopier<Shape>(p, at, next.head, 32 * column_warp + thread % 32);
+  };
+  auto load_next = [&](int stage, const QueryChunkCopier<Shape>& copier) {
+    if (next.exists(at)) copier.copy(shared.chunks[chunk_warp][stage], next.first_query());
     commit_copies();  // also an empty group, so that their count is known
   };
-  load_next(0);  // in one group with the keys
+  const QueryChunkCopier<Shape> first = copier_of_next();
+  wait_for_previous_kernel();
+  load_next(0, first);  // in one group with the keys
   let_next_kernel_start();
   wait_copies<0>();
   __syncthreads();  // keys are here, brought by all warps, and the first chunk
@@ -206,7 +219,7 @@ __device__ __forceinline__ void differentiate_keys(const BlockAttentionBackwardP
     const QueryChunk item = next;
     next.chunk += Shape::kChunkWarps;
     next.settle(at);
-    load_next(stage ^ 1);
+    load_next(stage ^ 1, copier_of_next());
     add_query_chunk<Op, Shape>(a, at, shared, shared.chunks[chunk_warp][stage], item, column, dk,
                                dv);
     wait_copies<0>();

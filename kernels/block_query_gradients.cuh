@@ -95,7 +95,7 @@ struct QueryRows {
   float lse[2];
 };
 
-template <class Element>
+// Not in units yet, and -inf.
 __device__ __forceinline__ QueryRows load_query_rows(const AttentionBackwardParams& p,
                                                      const QueryTile& at) {
   const float* lse_of_head = p.lse + static_cast<int64_t>(at.batch_head) * at.num_tokens;
@@ -103,10 +103,21 @@ __device__ __forceinline__ QueryRows load_query_rows(const AttentionBackwardPara
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int query = at.first_query + threadIdx.x % 32 / 4 + 8 * half;
-    const float lse = query < at.num_tokens ? lse_of_head[query] : negative_infinity();
-    rows.lse[half] = lse == negative_infinity() ? -lse : lse * kScoreUnit<Element>;
+    rows.lse[half] = query < at.num_tokens ? lse_of_head[query] : negative_infinity();
   }
   return rows;
+}
+
+// Apart from the load, which is under way while other things are worked out.
+template <class Element>
+__device__ __forceinline__ QueryRows in_units(const QueryRows& rows) {
+  QueryRows scaled;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const float lse = rows.lse[half];
+    scaled.lse[half] = lse == negative_infinity() ? -lse : lse * kScoreUnit<Element>;
+  }
+  return scaled;
 }
 
 // The tile of dout from the warps' shares: rounded, to shared memory and for the key side to
@@ -330,25 +341,24 @@ __global__ __launch_bounds__(
   auto& shared = *reinterpret_cast<typename Shape::SharedStorage*>(smem);
   const BlockAttentionBackwardParams& p = params.attention;
   const AttentionBackwardParams& a = p.attention;
-  if (!params.follows_kernel) wait_for_previous_kernel();
   const QueryTile at(p, blockIdx.x);
+  // What can be worked out without reading comes first. HeadScores reads lengths.
+  if (!params.follows_kernel && a.scores.kv_lengths != nullptr) wait_for_previous_kernel();
   const HeadScores scores(a.sizes, a.scores, at.batch, at.head, kScoreUnit<Element>);
   const int thread = threadIdx.x, warp = thread / 32;
   const int key_warp = warp % Shape::kKeyWarps, column_warp = warp / Shape::kKeyWarps;
   const int head_dim = a.sizes.head_dim;
 
   // Copies
-  auto load_heads = [&](Element* tile, const HeadsView& view) {
-    const HeadCopier<Tile, Shape::kThreads, Element> copier(view, at.batch, at.head, head_dim,
-                                                            at.num_tokens, thread);
-    copier.copy(shared_address(tile), at.first_query);
-  };
+  using QueryCopier = HeadCopier<Tile, Shape::kThreads, Element>;
+  const QueryCopier q_copier(a.q, at.batch, at.head, head_dim, at.num_tokens, thread);
   constexpr int kSharers = 32 * Shape::kColumnWarps;
-  auto load_keys = [&](int chunk) {
+  using KeyCopier = HeadCopier<Tile, kSharers, Element>;
+  auto key_copier = [&](const HeadsView& view) {
     const int sharer = 32 * column_warp + opaque(thread % 32);
-    using KeyCopier = HeadCopier<Tile, kSharers, Element>;
-    const KeyCopier k_copier(a.k, at.batch, at.kv_head, head_dim, scores.key_count, sharer);
-    const KeyCopier v_copier(a.v, at.batch, at.kv_head, head_dim, scores.key_count, sharer);
+    return KeyCopier(view, at.batch, at.kv_head, head_dim, scores.key_count, sharer);
+  };
+  auto copy_keys = [&](const KeyCopier& k_copier, const KeyCopier& v_copier, int chunk) {
     auto& to = shared.chunks()[key_warp];
     const int first_key = chunk * Shape::kKeys;
     if (scores.key_keep == nullptr) {
@@ -360,39 +370,44 @@ __global__ __launch_bounds__(
       v_copier.copy_rows(shared_address(to.v), first_key, exists);
     }
   };
+  auto load_keys = [&](int chunk) { copy_keys(key_copier(a.k), key_copier(a.v), chunk); };
   const int num_stages = p.w_out == nullptr ? 0 : ceil_div(p.out_width, Shape::kDepth);
   const int inner = a.sizes.num_heads * head_dim;
   const bool is_deep = p.out_width % Shape::kDepth == 0;
   const bool is_dy_whole = is_deep && at.first_query + Shape::kRows <= at.num_tokens;
   const bool is_weight_whole = is_deep && head_dim == kD;
+  const StageCopier<typename Shape::DyTile, Shape::kRows, Shape::kThreads> dy_copier(
+      static_cast<const Element*>(p.dy) +
+          static_cast<int64_t>(at.batch) * at.num_tokens * p.out_width,
+      at.first_query, at.num_tokens, p.out_width, thread);
+  const DepthCopier<typename Shape::WeightTile, Shape::kDepth, Shape::kThreads> weight_copier(
+      static_cast<const Element*>(p.w_out) + at.head * head_dim, p.out_width, inner, head_dim,
+      thread);
   auto load_stage = [&](int i, int slot) {
     if (i < num_stages) {
-      const int copying = kD > 32 ? opaque(thread) : thread;  // where registers are short
-      const StageCopier<typename Shape::DyTile, Shape::kRows, Shape::kThreads> dy_copier(
-          static_cast<const Element*>(p.dy) +
-              static_cast<int64_t>(at.batch) * at.num_tokens * p.out_width,
-          at.first_query, at.num_tokens, p.out_width, copying);
-      const DepthCopier<typename Shape::WeightTile, Shape::kDepth, Shape::kThreads> weight_copier(
-          static_cast<const Element*>(p.w_out) + at.head * head_dim, p.out_width, inner, head_dim,
-          copying);
       auto& stage = shared.scratch.stages[slot];
       dy_copier.copy(shared_address(stage.dy), i * Shape::kDepth, is_dy_whole);
       weight_copier.copy(shared_address(stage.weight), i * Shape::kDepth, is_weight_whole);
     }
     commit_copies();  // also an empty group, so that counting them is counting stages
   };
-  if (num_stages == 0) wait_for_previous_kernel();  // which may have made dout
+  const KeyCopier k_copier = key_copier(a.k), v_copier = key_copier(a.v);
+  // Arguments may be read once what precedes the call is complete, dout once its kernel is
+  if (!params.follows_kernel || num_stages == 0) wait_for_previous_kernel();
   load_stage(0, 0);
-  if (num_stages == 0) load_heads(shared.dout, a.dout);
-  load_heads(shared.q, a.q);
-  if (Shape::kEarlyKeys) load_keys(key_warp);
+  if (num_stages == 0) {
+    const QueryCopier dout_copier(a.dout, at.batch, at.head, head_dim, at.num_tokens, thread);
+    dout_copier.copy(shared_address(shared.dout), at.first_query);
+  }
+  q_copier.copy(shared_address(shared.q), at.first_query);
+  if (Shape::kEarlyKeys) copy_keys(k_copier, v_copier, key_warp);
 #pragma unroll
   for (int i = 1; i < Shape::kStages; ++i) load_stage(i, i);
   let_next_kernel_start();
   wait_for_previous_kernel();
 
   // Angles and what is known of the rows, while the copies are under way
-  const QueryRows rows = load_query_rows<Element>(a, at);
+  const QueryRows loaded_rows = load_query_rows(a, at);
   find_tile_angles<Shape::kThreads, kD>(shared.angles, p.q_rotation, at);
 
   // dout, and the first keys
@@ -402,6 +417,7 @@ __global__ __launch_bounds__(
     load_keys(key_warp);
     commit_copies();
   }
+  const QueryRows rows = in_units<Element>(loaded_rows);
   wait_copies<0>();
   __syncthreads();  // queries, dout and the first keys are here
 

@@ -36,9 +36,14 @@ struct DepthTile : SmemTile<Element, kColumns> {
   __device__ __forceinline__ uint32_t address(int row, int chunk_index) const {
     return static_cast<uint32_t>(__cvta_generic_to_shared(chunk(row, chunk_index)));
   }
-  __device__ __forceinline__ uint32_t element_address(int row, int column) const {
-    return address(row, column / Base::kChunkElements) +
-           column % Base::kChunkElements * sizeof(Element);
+  // The fp32 element of row `row` + t, column `column` + g for lane (g, t); multiples of 4 and 8.
+  // The swizzle is the lane's alone, so that its part of all addresses is found once.
+  __device__ __forceinline__ uint32_t lane_address(int row, int column, int lane) const {
+    static_assert(sizeof(Element) == 4 && kColumns % 32 == 0);
+    const int g = lane / 4, t = lane % 4;
+    return static_cast<uint32_t>(__cvta_generic_to_shared(this->data)) +
+           (row + t) * static_cast<int>(kColumns * sizeof(Element)) +
+           (4 * g + (32 * t ^ 4 * column % 128)) + column / 32 * 128;
   }
   __device__ __forceinline__ float value(int row, int column) const {
     return to_float(chunk(row, column / Base::kChunkElements)[column % Base::kChunkElements]);
@@ -60,8 +65,8 @@ class DepthCopier {
         // Rows of the matrix below this thread's first: none where its columns do not exist.
         rows_left_(copier_.column() < columns_left ? depth - copier_.row() : 0),
         row_bytes_(columns * static_cast<int>(sizeof(Element))),
-        source_(reinterpret_cast<const char*>(matrix + copier_.column()) +
-                static_cast<int64_t>(copier_.row()) * row_bytes_) {
+        source_(settled(reinterpret_cast<const char*>(matrix + copier_.column()) +
+                        static_cast<int64_t>(copier_.row()) * row_bytes_)) {
     static_assert(Copier::kRowStep % 8 == 0, "a thread's rows are swizzled alike");
   }
 
@@ -77,6 +82,12 @@ class DepthCopier {
     const int first = copier_.row(), rows_left = rows_left_ - start;
     copier_.copy(tile, source_at(start), step_bytes(),
                  [&](int row) { return row - first < rows_left && exists(start + row); });
+  }
+
+  // What was row `rows` is row 0 from now on.
+  __device__ __forceinline__ void advance(int rows) {
+    source_ += static_cast<int64_t>(rows) * row_bytes_;
+    rows_left_ -= rows;
   }
 
  private:
@@ -123,9 +134,9 @@ __device__ __forceinline__ void load_right(typename Op::B (&b)[2], Tile tile, in
     for (int n = 0; n < 2; ++n) {
 #pragma unroll
       for (int half = 0; half < kHalves; ++half) {
-        const int row = Op::kK * k_step + 8 * half + lane % 4, at = column + 8 * n + lane / 4;
-        const uint32_t first = load_shared_word(tile.element_address(row, at));
-        const uint32_t second = load_shared_word(tile.element_address(row + 4, at));
+        const int row = Op::kK * k_step + 8 * half;
+        const uint32_t first = load_shared_word(tile.lane_address(row, column + 8 * n, lane));
+        const uint32_t second = load_shared_word(tile.lane_address(row + 4, column + 8 * n, lane));
         if constexpr (std::is_base_of_v<Bf16x6Op, Op>) {
           uint32_t parts[3];
           Op::split(parts, first, second);
@@ -151,12 +162,11 @@ __device__ __forceinline__ typename Op::A load_left_transposed(Tile tile, int ro
     typename Op::A a;
 #pragma unroll
     for (int half = 0; half < Op::kK / 8; ++half) {
-      const int depth = Op::kK * k_step + 8 * half + lane % 4;
+      const int depth = Op::kK * k_step + 8 * half;
       uint32_t r[4];  // rows g and g + 8 at depth t, then at t + 4
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        r[i] =
-            load_shared_word(tile.element_address(depth + i / 2 * 4, row + i % 2 * 8 + lane / 4));
+        r[i] = load_shared_word(tile.lane_address(depth + i / 2 * 4, row + i % 2 * 8, lane));
       }
       if constexpr (std::is_base_of_v<Bf16x6Op, Op>) {
 #pragma unroll
@@ -181,10 +191,10 @@ struct GemmShape {
   static constexpr int kThreads = 32 * kWarps;
   static constexpr int kM = kGemmTileRows, kN = kGemmTileColumns;
   static constexpr int kDepthWarps = kWarps;
-  static constexpr int kLine = 256 / sizeof(Element);
-  static constexpr int kDepth = kLine > kWarps* Op::kK ? kLine : kWarps * Op::kK;
-  static constexpr int kSteps = kDepth / kDepthWarps / Op::kK;  // of a warp, a stage
-  static constexpr int kStages = 3;
+  static constexpr int kSteps = Op::kSplits ? 1 : 2;  // of a warp, a stage
+  static constexpr int kDepth = kDepthWarps * kSteps * Op::kK;
+  // Two blocks a multiprocessor also where it has 164 KB
+  static constexpr int kStages = !Op::kSplits && kWarps == 8 ? 2 : 3;
   static_assert(kN == 32, "a warp has all columns");
   using LeftTile = SmemTile<Element, kDepth>;
   using LeftTransposedTile = DepthTile<Element, kM>;
@@ -328,27 +338,35 @@ __device__ __forceinline__ void multiply_gemm_tile(const GemmTask& p, int first_
   const bool removes_tokens = p.kv_lengths != nullptr || p.key_keep != nullptr;
   const bool is_left_whole = is_deep && first_row + Shape::kM <= p.rows;
   const bool is_right_whole = is_deep && first_column + Shape::kN <= p.columns;
-  // Where registers are short, what copies need is worked out for each anew.
-  auto copying_thread = [&] { return Op::kSplits ? opaque(thread) : thread; };
+  // Copiers that move on from stage to stage, and from the first term to the second
+  auto right_copier = [&](int term) {
+    return DepthCopier<RightTile, kDepth, Shape::kThreads>(
+        static_cast<const Element*>(p.terms[term].right) + first_column, p.depth, p.columns,
+        p.columns - first_column, thread);
+  };
+  auto left_copier = [&](int term) {
+    return make_left_copier<Shape, kTransposed>(p, static_cast<const Element*>(p.terms[term].left),
+                                                first_row, thread);
+  };
+  auto right = right_copier(0);
+  auto left = left_copier(0);
   auto load_right_stage = [&](int i, int slot) {
     if (i >= num_stages || !has_right) return;
-    const int term = i >= term_stages, start = (i - term * term_stages) * kDepth;
-    const DepthCopier<RightTile, kDepth, Shape::kThreads> copier(
-        static_cast<const Element*>(p.terms[term].right) + first_column, p.depth, p.columns,
-        p.columns - first_column, copying_thread());
     const uint32_t tile = shared_address(shared.stages[slot].right);
     if (removes_tokens) {
-      copier.copy_rows(tile, start, [&](int row) { return token_exists(p, row); });
+      const int start = (i < term_stages ? i : i - term_stages) * kDepth;
+      right.copy_rows(tile, 0, [&](int row) { return token_exists(p, start + row); });
     } else {
-      copier.copy(tile, start, is_right_whole);
+      right.copy(tile, 0, is_right_whole);
     }
+    right.advance(kDepth);
+    if (i + 1 == term_stages && i + 1 < num_stages) right = right_copier(1);
   };
   auto load_left_stage = [&](int i, int slot) {
     if (i < num_stages) {
-      const int term = i >= term_stages, start = (i - term * term_stages) * kDepth;
-      const auto copier = make_left_copier<Shape, kTransposed>(
-          p, static_cast<const Element*>(p.terms[term].left), first_row, copying_thread());
-      copier.copy(shared_address(shared.stages[slot].left), start, is_left_whole);
+      left.copy(shared_address(shared.stages[slot].left), 0, is_left_whole);
+      left.advance(kDepth);
+      if (i + 1 == term_stages && i + 1 < num_stages) left = left_copier(1);
     }
     commit_copies();  // also an empty group, so that counting them is counting stages
   };

@@ -143,8 +143,8 @@ class StageCopier {
         rows_left_(rows - first_row),
         step_bytes_(static_cast<int64_t>(depth) * (Copier::kRowStep * sizeof(Element))) {
     const int row = copier_.row() < rows_left_ ? first_row + copier_.row() : 0;
-    source_ = reinterpret_cast<const char*>(matrix + static_cast<int64_t>(row) * depth +
-                                            copier_.column());
+    source_ = settled(reinterpret_cast<const char*>(matrix + static_cast<int64_t>(row) * depth +
+                                                    copier_.column()));
   }
 
   // The columns of a narrow tile that starts at `first_column`, rows of the weight: the first ones
@@ -159,8 +159,8 @@ class StageCopier {
     step_bytes_ = static_cast<int64_t>(pair.second - pair.first) * p.depth * sizeof(Element);
     const int row = !exists ? 0 : copier_.row() < 8 ? pair.first : pair.second;
     static_assert(Copier::kRowStep >= 8, "a thread's rows are those of one pair");
-    source_ = reinterpret_cast<const char*>(weight + static_cast<int64_t>(row) * p.depth +
-                                            copier_.column());
+    source_ = settled(reinterpret_cast<const char*>(weight + static_cast<int64_t>(row) * p.depth +
+                                                    copier_.column()));
   }
 
   // The stage that starts `start` elements down the depth, to the address of its tile. is_whole:
@@ -171,6 +171,12 @@ class StageCopier {
     const int rows = start < depth_left_ ? rows_left_ : 0;
     copier_.copy(tile, source_ + (rows > 0 ? start * kElementBytes : 0), step_bytes_,
                  [&](int row) { return row < rows; });
+  }
+
+  // What was at `depth` is at 0 from now on.
+  __device__ __forceinline__ void advance(int depth) {
+    source_ += depth * (16 / Tile::kChunkElements);
+    depth_left_ -= depth;
   }
 
  private:
@@ -304,13 +310,21 @@ __device__ __forceinline__ void project_tile(const ProjectionParams& p, bool fol
     if (i >= num_stages) return;
     weight_copier.copy(weight_tile(slot).address(0, 0), i * Shape::kDepth, is_whole);
   };
+  if (follows_kernel) {
+    // The last kernel of a call: the next call reads nothing before it has waited for this one
+    let_next_kernel_start();
+  } else {
+    // The first one lets others start when all that precedes the call is complete: they then may
+    // read its arguments at once
+    wait_for_previous_kernel();
+  }
   // Complete with the first stage of x
 #pragma unroll
   for (int i = 0; i < kStages - 1; ++i) load_weight(i, i);
   if (follows_kernel) wait_for_previous_kernel();
 #pragma unroll
   for (int i = 0; i < kStages - 1; ++i) load_x(i, i);
-  let_next_kernel_start();
+  if (!follows_kernel) let_next_kernel_start();
 
   // Angles, while the first copies are under way
   const int thread_row = thread / (Shape::kN / 2);

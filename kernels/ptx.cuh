@@ -16,6 +16,12 @@ __device__ __forceinline__ int opaque(int x) {
   return x;
 }
 
+// The same address, worked out where this stands: in front of a wait instead of behind it.
+__device__ __forceinline__ const char* settled(const char* address) {
+  asm volatile("" : "+l"(address));
+  return address;
+}
+
 // 16 bytes from global to shared memory.
 __device__ __forceinline__ void copy_async_16(uint32_t smem, const void* gmem) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(smem), "l"(gmem));
@@ -83,9 +89,15 @@ __device__ __forceinline__ void mma_m16n8k8_tf32(float (&c)[4], const uint32_t (
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+// To nearest. Ties go to even since Hopper, which has an instruction for it, and away from zero
+// before.
 __device__ __forceinline__ uint32_t round_to_tf32(float x) {
   uint32_t bits;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm("cvt.rn.tf32.f32 %0, %1;" : "=r"(bits) : "f"(x));
+#else
   asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(bits) : "f"(x));
+#endif
   return bits;
 }
 

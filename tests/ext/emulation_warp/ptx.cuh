@@ -20,6 +20,7 @@ inline float __uint_as_float(uint32_t bits) { return __int_as_float(static_cast<
 namespace frx {
 
 inline int opaque(int x) { return x; }
+inline const char* settled(const char* address) { return address; }
 inline float exp2_approx(float x) { return std::exp2(x); }
 
 // A copy lands at once, or only at the barrier after its thread has waited for it: a buffer must be
@@ -135,9 +136,10 @@ inline uint32_t load_shared_word(uint32_t address) {
   return word;
 }
 
-// To 10 bits of fraction, ties away from zero.
+// To 10 bits of fraction, ties to even.
 inline uint32_t round_to_tf32(float x) {
-  return x != x ? 0x7FFFFFFFu : (__float_as_uint(x) + 0x1000u) & 0xFFFFE000u;
+  const uint32_t bits = __float_as_uint(x);
+  return x != x ? 0x7FFFFFFFu : (bits + 0xFFFu + (bits >> 13 & 1)) & 0xFFFFE000u;
 }
 
 }  // namespace frx
