@@ -233,7 +233,9 @@ template <int kHeadDim>
 __device__ __forceinline__ void sum_parts(TurningRow<kHeadDim>* x, const StripParts& parts,
                                           int64_t part_floats, float factor, int half, int lane) {
   constexpr int kHalf = kHeadDim / 8 / kStripWarps;  // pieces, of 8 dims
-  constexpr int kPieces = kHalf < 4 ? kHalf : 4;  // at a time: what registers hold twice and more
+  // At a time: registers hold three times as many
+  constexpr int kMostPieces = kHeadDim <= 128 ? 4 : 8;
+  constexpr int kPieces = kHalf < kMostPieces ? kHalf : kMostPieces;
   const int g = lane / 4, t = lane % 4;
 #pragma unroll 1
   for (int piece = half * kHalf; piece < (half + 1) * kHalf; piece += kPieces) {

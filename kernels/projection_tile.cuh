@@ -29,9 +29,9 @@ struct ProjectionShape {
   static constexpr int kColumnWarps = kIsNarrow ? 1 : kN / 32;
   static constexpr int kNT = kN / 8 / kColumnWarps;  // products of eight columns a warp
   static constexpr int kDepthWarps = kBlockThreads / 32 / kRowWarps / kColumnWarps;
-  // A stage: 256 bytes of every row.
-  static constexpr int kLine = 128 / static_cast<int>(sizeof(Element));
-  static constexpr int kDepth = 2 * kLine > kDepthWarps* Op::kK ? 2 * kLine : kDepthWarps * Op::kK;
+  // A stage: 256 bytes of every row, or 512 of few.
+  static constexpr int kLine = (kM + kN <= 48 ? 512 : 256) / static_cast<int>(sizeof(Element));
+  static constexpr int kDepth = kLine > kDepthWarps* Op::kK ? kLine : kDepthWarps * Op::kK;
   static constexpr int kSteps = kDepth / Op::kK / kDepthWarps;  // of a warp, a stage
   using Tile = SmemTile<Element, kDepth>;
 
@@ -42,9 +42,7 @@ struct ProjectionShape {
   static constexpr int kStageElements = (kM + kN) * kDepth;
   static constexpr int kStageBytes = kStageElements * static_cast<int>(sizeof(Element));
   static constexpr int kFitting = kSmemABlock / kStageBytes;
-  // A narrow tile has little to multiply: what it reads is under way at once.
-  static constexpr int kMostStages = kIsNarrow ? 8 : 4;
-  static constexpr int kStages = kFitting < kMostStages ? kFitting : kMostStages;
+  static constexpr int kStages = kFitting < 4 ? kFitting : 4;
   static_assert(kStages >= 2, "one stage is multiplied while the next arrives");
 
   // Rows 32 bytes apart modulo 128: accumulators are written without bank conflicts.
