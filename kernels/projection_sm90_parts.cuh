@@ -55,11 +55,12 @@ struct ProjectionConfig {
   static_assert(kChunks <= 32, "a lane a chunk of weights");
 };
 
-// Where a row of the tile is in its sequence: a position for each axis, or the place of the row in
-// the tables.
-struct alignas(16) RowAngle {
-  int64_t whole;
-  uint32_t fraction;
+// Where the rows of the tile are in their sequences: positions axis by axis, or the places of the
+// rows in the tables.
+template <class Config>
+struct RowAngles {
+  int64_t whole[kMaxPositionAxes * Config::kRows];
+  uint32_t fraction[kMaxPositionAxes * Config::kRows];
 };
 
 // How the two columns turn that a lane holds together: turns a position and where the axis starts
@@ -73,8 +74,10 @@ struct alignas(16) PairAngle {
 // What a consumer's epilogue needs of its tile.
 template <class Config>
 struct TileFacts {
-  RowAngle rows[kMaxPositionAxes][Config::kRows];
-  PairAngle pairs[Config::kChunks][4];  // of lane t of a quad, in each chunk
+  RowAngles<Config> rows;
+  PairAngle pairs[Config::kChunks][4];    // of lane t of a quad, in each chunk
+  CosSin eight_rows[Config::kChunks][4];  // what eight positions turn each pair by
+  bool counts;                            // rows are positions that follow each other
   float bias[Config::kColumns];
   int columns[Config::kChunks];  // where each chunk starts in the result; negative: nowhere
 };
@@ -121,15 +124,18 @@ __device__ __forceinline__ void prepare_rows(TileFacts<Config>& facts, const Gro
                                              int first_row, int lane) {
   const RotationParams& r = p.rotation;
   if (r.rotary_dim == 0) return;
+  facts.counts = r.cos == nullptr && r.positions == nullptr &&
+                 first_row % p.tokens + Config::kRows <= p.tokens;
   for (int i = lane; i < Config::kRows; i += 32) {
     const int row = min(first_row + i, p.rows - 1);
     const int batch = row / p.tokens, token = row - batch * p.tokens;
     if (r.cos != nullptr) {
-      facts.rows[0][i] = {batch * r.table_batch_stride + token * r.table_token_stride, 0};
+      facts.rows.whole[i] = batch * r.table_batch_stride + token * r.table_token_stride;
     } else {
       for (int axis = 0; axis < r.axes; ++axis) {
         const FixedPosition position = fixed_position_of(r, batch, token, axis);
-        facts.rows[axis][i] = {position.whole, position.fraction};
+        facts.rows.whole[axis * Config::kRows + i] = position.whole;
+        facts.rows.fraction[axis * Config::kRows + i] = position.fraction;
       }
     }
   }
@@ -171,8 +177,11 @@ __device__ __forceinline__ void prepare_tile(TileFacts<Config>& facts, const Gro
     if (p.rotation.rotary_dim == 0) return;
     for (int i = lane; i < 4 * Config::kChunks; i += 32) {
       const int chunk = i / 4;
-      facts.pairs[chunk][i % 4] =
+      const PairAngle pair =
           pair_angle<Config>(p, turns, chunk_of_tile(chunk) / 2, chunk % 2, i % 4);
+      facts.pairs[chunk][i % 4] = pair;
+      facts.eight_rows[chunk][i % 4] =
+          cos_sin_of_turn(fraction_of_turn({8, 0}, static_cast<uint64_t>(pair.value)));
     }
     return;
   }
@@ -194,7 +203,7 @@ __device__ __forceinline__ void prepare_tile(TileFacts<Config>& facts, const Gro
 constexpr int kPairs = 2;
 
 struct PositionAngles {
-  static constexpr bool kTurns = true;
+  static constexpr bool kTurns = true, kMovesOn = true;
   using Turn = CosSin;
   uint64_t turns[kPairs];
   uint32_t offsets;  // 16 bits each
@@ -204,13 +213,24 @@ struct PositionAngles {
       : turns{static_cast<uint64_t>(pairs[0].value), static_cast<uint64_t>(pairs[4].value)},
         offsets(pairs[0].offset | pairs[4].offset << 16) {}
 
-  __device__ __forceinline__ void find(Turn (&turn)[kPairs], const PairAngle*,
-                                       const RowAngle* row) const {
-    const uint32_t first = offsets & 0xffff, second = offsets >> 16;
-    RowAngle at = row[first];
-    turn[0] = cos_sin_of_turn(fraction_of_turn({at.whole, at.fraction}, turns[0]));
-    if (second != first) at = row[second];
-    turn[1] = cos_sin_of_turn(fraction_of_turn({at.whole, at.fraction}, turns[1]));
+  template <class Rows>
+  __device__ __forceinline__ void find(Turn (&turn)[kPairs], const PairAngle*, const Rows& rows,
+                                       int row) const {
+    const int first = row + (offsets & 0xffff), second = row + (offsets >> 16);
+    FixedPosition at{rows.whole[first], rows.fraction[first]};
+    turn[0] = cos_sin_of_turn(fraction_of_turn(at, turns[0]));
+    if (second != first) at = {rows.whole[second], rows.fraction[second]};
+    turn[1] = cos_sin_of_turn(fraction_of_turn(at, turns[1]));
+  }
+
+  // Eight positions further on: within 4e-7 of the exact values.
+  static __device__ __forceinline__ void move_on(Turn (&turn)[kPairs], const CosSin* eight_rows) {
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) {
+      const CosSin by = eight_rows[4 * i];
+      const Pair turned = rotate({turn[i].cos, turn[i].sin}, by.cos, by.sin);
+      turn[i] = {turned.first, turned.second};
+    }
   }
 
   static __device__ __forceinline__ Pair apply(const Turn& turn, Pair x) {
@@ -219,7 +239,7 @@ struct PositionAngles {
 };
 
 struct TableAngles {
-  static constexpr bool kTurns = true;
+  static constexpr bool kTurns = true, kMovesOn = false;
   struct Turn {
     CosSin first, second;
   };
@@ -228,9 +248,10 @@ struct TableAngles {
   __device__ __forceinline__ TableAngles(const GroupedProjection& p, const PairAngle*)
       : cos(p.rotation.cos), sin(p.rotation.sin) {}
 
+  template <class Rows>
   __device__ __forceinline__ void find(Turn (&turn)[kPairs], const PairAngle* pairs,
-                                       const RowAngle* row) const {
-    const int64_t start = row->whole;
+                                       const Rows& rows, int row) const {
+    const int64_t start = rows.whole[row];
 #pragma unroll
     for (int i = 0; i < kPairs; ++i) {
       const PairAngle pair = pairs[4 * i];
@@ -242,16 +263,21 @@ struct TableAngles {
     }
   }
 
+  static __device__ __forceinline__ void move_on(Turn (&)[kPairs], const CosSin*) {}
+
   static __device__ __forceinline__ Pair apply(const Turn& turn, Pair x) {
     return rotate(x, turn.first, turn.second);
   }
 };
 
 struct NoAngles {
-  static constexpr bool kTurns = false;
+  static constexpr bool kTurns = false, kMovesOn = false;
   struct Turn {};
   __device__ __forceinline__ NoAngles(const GroupedProjection&, const PairAngle*) {}
-  __device__ __forceinline__ void find(Turn (&)[kPairs], const PairAngle*, const RowAngle*) const {}
+  template <class Rows>
+  __device__ __forceinline__ void find(Turn (&)[kPairs], const PairAngle*, const Rows&, int) const {
+  }
+  static __device__ __forceinline__ void move_on(Turn (&)[kPairs], const CosSin*) {}
   static __device__ __forceinline__ Pair apply(const Turn&, Pair x) { return x; }
 };
 
@@ -337,7 +363,6 @@ __device__ __forceinline__ void finish_tile(
   const int columns = p.columns;
   Stored<Element>* const out =
       static_cast<Stored<Element>*>(p.out) + static_cast<int64_t>(thread_row) * columns;
-  const RowAngle* const rows = &facts.rows[0][16 * warp + g];
 #pragma unroll 1
   for (int step = 0; step < Finish::kSteps; ++step) {
     const int m = step / Finish::kRowSteps,
@@ -346,6 +371,7 @@ __device__ __forceinline__ void finish_tile(
     auto place = [&](int i) {
       return i / kStepUnits * Finish::kPartUnits + first_unit + i % kStepUnits;
     };
+    typename Source::Turn turns[kStepUnits][kPairs];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = 64 * m + 8 * half;  // from the thread's first one
@@ -353,8 +379,12 @@ __device__ __forceinline__ void finish_tile(
 #pragma unroll
       for (int u = 0; u < kStepUnits; ++u) {
         const PairAngle* const pairs = &facts.pairs[2 * (first_unit + u)][t];
-        typename Source::Turn turn[kPairs];
-        Source(p, pairs).find(turn, pairs, rows + row);
+        auto& turn = turns[u];
+        if (Source::kMovesOn && half > 0 && facts.counts) {
+          Source::move_on(turn, &facts.eight_rows[2 * (first_unit + u)][t]);
+        } else {
+          Source(p, pairs).find(turn, pairs, facts.rows, 16 * warp + g + row);
+        }
 #pragma unroll
         for (int part = 0; part < Finish::kParts; ++part) {
           const int i = part * kStepUnits + u;
