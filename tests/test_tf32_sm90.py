@@ -188,6 +188,7 @@ def test_transposed_values_are_read_where_they_are_given() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("tf32")
 @pytest.mark.parametrize("fields", [{}, {"rope": None}, {"tokens": 333}], ids=str)
 def test_launches_are_those_of_the_plan(fields: dict[str, Any]) -> None:
     on_hopper()
@@ -306,3 +307,22 @@ def test_replays_of_a_graph_see_new_values() -> None:
         assert torch.equal(o, ops.attention_forward(q, k, v, scores)[0])
         for a, b in zip(grads, backward(q, k, v, dout, scores, deterministic=True), strict=True):
             assert torch.equal(a, b)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("tf32")
+def test_replays_behind_a_projection_see_new_tokens() -> None:
+    """The attention follows the projection itself, which lets it start at once: nothing is read
+    before that is complete."""
+    on_hopper()
+    args, call_options = call(device="cuda")
+    with torch.no_grad():
+        cross_attention(*args, **call_options)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = cross_attention(*args, **call_options)
+        for _ in range(5):
+            for x in (args[0], call_options["x_value"]):
+                x.copy_(torch.randn_like(x))
+            graph.replay()
+            assert torch.equal(y, cross_attention(*args, **call_options))
