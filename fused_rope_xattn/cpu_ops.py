@@ -12,6 +12,7 @@ import math
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from . import composite, dropout, ops, rope
@@ -104,6 +105,7 @@ def attention_forward(
     is_causal: bool,
     dropout_p: float,
     tf32: bool,
+    v_transposed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     config = _config(q, k, scale, is_causal, dropout_p)
     visible = composite.visible_pairs(config, q, k, attn_bias, kv_lengths, keep_mask, key_keep)
@@ -267,17 +269,22 @@ def project_group(
     k_sin: Tensor | None,
     num_heads: int,
     num_kv_heads: int,
-    *options: float,  # q_rotary_dim .. q_full_width, k_rotary_dim .. k_full_width, tile
-) -> tuple[Tensor, Tensor, Tensor]:
+    *options: Any,  # q_rotary_dim .. q_full_width, k_rotary_dim .. k_full_width, tile ..
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    given_last: tuple[Any, ...] = options[11:]  # without defaults, which the dispatcher leaves out
+    defaults: tuple[Any, ...] = False, None, None
+    transposes_v, key_keep, kv_lengths = *given_last, *defaults[len(given_last) :]
     given = [x for x in (x_q, x_k, x_v) if x is not None]
-    q, k, v = (given[0].new_empty(0) for _ in range(3))
+    q, k, v, v_transposed = (given[0].new_empty(0) for _ in range(4))
     if x_q is not None and w_q is not None:
         q = _projected(x_q, w_q, b_q, (q_positions, q_cos, q_sin), num_heads, options[:5])
     if x_k is not None and w_k is not None:
         k = _projected(x_k, w_k, b_k, (k_positions, k_cos, k_sin), num_kv_heads, options[5:10])
     if x_v is not None and w_v is not None:
         v = _projected(x_v, w_v, b_v, (None, None, None), num_kv_heads, _UNTURNED)
-    return q, k, v
+        if transposes_v:
+            v_transposed = _transposed(v, key_keep, kv_lengths)
+    return q, k, v, v_transposed
 
 
 @torch.no_grad()
@@ -402,6 +409,15 @@ def _attention_inputs(
         k, v = (composite.keep_rows(x, exists[:, 0, 0]) for x in (k, v))
     wide = composite.compute_dtype(q)
     return q.transpose(1, 2).to(wide), k.transpose(1, 2).to(wide), v.transpose(1, 2).to(wide)
+
+
+def _transposed(v: Tensor, key_keep: Tensor | None, kv_lengths: Tensor | None) -> Tensor:
+    """Values as :func:`.ops.project_group` transposes them, [B, H, D, T padded to 8]."""
+    heads = _attention_inputs(v, v, v, key_keep, kv_lengths)[2].transpose(2, 3)
+    tokens = ops.padded_tokens(v.shape[1])
+    eights = F.pad(heads, (0, tokens - v.shape[1])).unflatten(3, (tokens // 8, 8))
+    transposed: Tensor = eights[..., [0, 2, 4, 6, 1, 3, 5, 7]].flatten(3)
+    return transposed
 
 
 def _config(q: Tensor, k: Tensor, scale: float, is_causal: bool, dropout_p: float) -> BlockConfig:

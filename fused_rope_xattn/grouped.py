@@ -15,7 +15,7 @@ from torch import Tensor
 
 from . import ops
 from .config import NORM_NONE
-from .ops import HeadsProjection, TurningTensors
+from .ops import HeadsProjection, ScoreOptions, TurningTensors
 
 if TYPE_CHECKING:
     from .split import Projection
@@ -75,11 +75,29 @@ def select(projections: tuple[Projection, ...], taken: tuple[bool, ...]) -> tupl
 
 
 def project(
-    q: Projection | None, k: Projection | None, v: Projection | None = None
-) -> list[Tensor]:
-    """Heads [B, T, H, D] of each projection that is given, in one launch."""
-    heads = ops.project_group(_member(q), _member(k), _member(v))
-    return [y for y, p in zip(heads, (q, k, v), strict=True) if p is not None]
+    q: Projection | None,
+    k: Projection | None,
+    v: Projection | None = None,
+    *,
+    transposed_for: ScoreOptions | None = None,
+) -> tuple[list[Tensor], Tensor | None]:
+    """Heads [B, T, H, D] of each projection that is given, in one launch.
+
+    ``transposed_for``: of an attention that reads values transposed. These come last, if ``v`` is
+    given.
+    """
+    members = _member(q), _member(k), _member(v)
+    if v is None or transposed_for is None:
+        *heads, v_transposed = ops.project_group(*members)
+    else:
+        *heads, v_transposed = ops.project_group(
+            *members,
+            transposes_v=True,
+            key_keep=transposed_for.key_keep,
+            kv_lengths=transposed_for.kv_lengths,
+        )
+    given = [y for y, p in zip(heads, (q, k, v), strict=True) if p is not None]
+    return given, None if v is None or transposed_for is None else v_transposed
 
 
 def _member(p: Projection | None) -> HeadsProjection | None:

@@ -124,10 +124,14 @@ def attention_forward(
     k: Tensor,  # [B, Tk, Hkv, D]
     v: Tensor,  # [B, Tk, Hkv, D]
     options: ScoreOptions,
+    v_transposed: Tensor | None = None,  # of project_group, with the same lengths and key_keep
 ) -> tuple[Tensor, Tensor]:  # [B, Tq, H, D], [B, H, Tq] fp32
-    """Softmax attention over the kept keys. A row without any has o = 0 and lse = -inf."""
+    """Softmax attention over the kept keys. A row without any has o = 0 and lse = -inf.
+
+    A kernel that reads values transposed makes them from ``v`` where they are not given.
+    """
     result: tuple[Tensor, Tensor] = torch.ops.fused_rope_xattn.attention_forward.default(
-        readable(q), readable(k), readable(v), *options
+        readable(q), readable(k), readable(v), *options, v_transposed
     )
     return result
 
@@ -280,11 +284,16 @@ def project_group(
     k: HeadsProjection | None,
     v: HeadsProjection | None,  # never rotated; as many heads as k
     tile: int = -1,  # index of a tile size of the kernel; negative: its choice
-) -> tuple[Tensor, Tensor, Tensor]:  # [B, T, H, D] each
+    transposes_v: bool = False,
+    key_keep: Tensor | None = None,  # [B, T] bool
+    kv_lengths: Tensor | None = None,  # [B] int32
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # [B, T, H, D] each, [B, H, D, T padded to 8]
     """``rotate(heads(x @ weight.T + bias))`` of each member, one launch, rounded once.
 
-    fp32 is multiplied in TF32.
-    The result of an absent member is an empty tensor of shape ``[0]``.
+    fp32 is multiplied in TF32. With ``transposes_v``, for fp32 alone, the last result is v as TF32
+    attention on a Hopper reads it: tokens that do not exist are zeros, and each eight of them stand
+    in the order 0, 2, 4, 6, 1, 3, 5, 7. The result of an absent member is an empty tensor of shape
+    ``[0]``.
     """
     members = q, k, v
     kv = k or v
@@ -303,7 +312,14 @@ def project_group(
         *_flat(q.rotation if q else RotationSpec()),
         *_flat(k.rotation if k else RotationSpec()),
         tile,
+        transposes_v,
+        *_contiguous(key_keep, kv_lengths),
     )
+
+
+def padded_tokens(tokens: int) -> int:
+    """A row of transposed values, as the copy engine reads it."""
+    return (tokens + 7) // 8 * 8
 
 
 def gradient_products(
@@ -490,8 +506,8 @@ def _fake_project_group(
     w_q: Tensor | None,
     w_k: Tensor | None,
     w_v: Tensor | None,
-    *options: object,  # b_q .. tile
-) -> tuple[Tensor, Tensor, Tensor]:
+    *options: object,  # b_q .. kv_lengths
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     heads, kv_heads = options[9:11]
     assert isinstance(heads, int | torch.SymInt)
     assert isinstance(kv_heads, int | torch.SymInt)
@@ -502,7 +518,12 @@ def _fake_project_group(
             return given[0].new_empty(0)
         return x.new_empty((x.shape[0], x.shape[1], num_heads, weight.shape[0] // num_heads))
 
-    return result(x_q, w_q, heads), result(x_k, w_k, kv_heads), result(x_v, w_v, kv_heads)
+    v = result(x_v, w_v, kv_heads)
+    v_transposed = given[0].new_empty(0)
+    if len(options) > 22 and options[22] and x_v is not None:  # transposes_v
+        batch, tokens, _, head_dim = v.shape
+        v_transposed = v.new_empty((batch, kv_heads, head_dim, padded_tokens(tokens)))
+    return result(x_q, w_q, heads), result(x_k, w_k, kv_heads), v, v_transposed
 
 
 @torch.library.register_fake(f"{NAMESPACE}::gradient_products", lib=LIBRARY)

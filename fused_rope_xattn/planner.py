@@ -14,18 +14,13 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
 
 from . import _loader, fused, grouped, split, token_attention
-from .arguments import Arguments, Problem
+from .arguments import Arguments
 from .prepare import Prepared, prepare
 from .rules import show
 from .split import BlockTensors, Projection
 
 LARGEST_HEAD_DIM = 256
 HEAD_DIM_MULTIPLE = 8
-
-# Where the forward takes Hopper's own instructions in TF32, as kernels/attention_sm90.cpp decides.
-LARGEST_TF32_HEAD_DIM = 128
-FEWEST_TF32_QUERIES = 64
-LEAST_TF32_FLOPS = 2e8
 
 # Any other subclass of Tensor may mean anything by its operators, which only plain ones reach.
 PLAIN_TENSORS = (Tensor, torch.nn.Parameter, FakeTensor, FunctionalTensor, type(None))
@@ -202,13 +197,6 @@ def _passing_obstacle(t: BlockTensors) -> str | None:
     return None
 
 
-def _tf32_pays(p: Problem) -> bool:
-    """Whether values are transposed for wgmma; else the portable kernel multiplies in TF32."""
-    flops = 4.0 * p.B * p.H * p.Tq * p.Tk * p.D
-    is_large = p.Tq >= FEWEST_TF32_QUERIES and flops >= LEAST_TF32_FLOPS
-    return is_large and p.D <= LARGEST_TF32_HEAD_DIM
-
-
 def _split_kernels(prepared: Prepared, gpu: GPU) -> tuple[str, ...]:
     config, t = prepared.config, prepared.tensors
     is_hopper = gpu.compute_capability == grouped.CAPABILITY
@@ -230,8 +218,10 @@ def _split_kernels(prepared: Prepared, gpu: GPU) -> tuple[str, ...]:
         steps.append(f"gemm {name}")
         if not p.is_plain:
             steps.append(f"norm_rope {name}")
-    if is_hopper and config.tf32 and _tf32_pays(prepared.problem):
-        steps.append("transpose_heads v")
+    if is_hopper and config.tf32 and not chosen.get("v", False):  # else the group writes both
+        sizes = prepared.problem
+        if split.tf32_pays(sizes.B, sizes.H, sizes.Tq, sizes.Tk, sizes.D):
+            steps.append("transpose_heads v")
     steps += ["token_sums", "token_values"] if over_tokens else ["attention_forward"]
     if t.w_out is not None:
         steps.append("gemm out")

@@ -12,6 +12,10 @@ _ATTENTION_OPTIONS = """
     Tensor? attn_bias, Tensor? keep_mask, Tensor? key_keep, Tensor? kv_lengths, Tensor? seed,
     float scale, bool is_causal, float dropout_p, bool tf32"""
 
+_ATTENTION_FORWARD = f"""
+    Tensor q, Tensor k, Tensor v, {_ATTENTION_OPTIONS},
+    Tensor? v_transposed=None) -> (Tensor, Tensor)"""
+
 _BLOCK_ARGUMENTS = """
     Tensor x_query, Tensor x_kv, Tensor? x_value,
     Tensor w_q, Tensor? w_k, Tensor? w_v, Tensor? w_out,
@@ -43,22 +47,21 @@ _GROUP_ARGUMENTS = """
     int num_heads, int num_kv_heads,
     int q_rotary_dim, bool q_interleaved, int q_axes, float q_rope_base, bool q_full_width,
     int k_rotary_dim, bool k_interleaved, int k_axes, float k_rope_base, bool k_full_width,
-    int tile"""
+    int tile, bool transposes_v=False, Tensor? key_keep=None, Tensor? kv_lengths=None"""
 
 SCHEMAS = (
     f"norm_rope(Tensor x, {_NORM_ROPE_OPTIONS}, ScalarType dtype) -> Tensor",
     f"norm_rope_backward(Tensor grad, Tensor? x, {_NORM_ROPE_OPTIONS}) -> (Tensor, Tensor, Tensor)",
-    f"attention_forward(Tensor q, Tensor k, Tensor v, {_ATTENTION_OPTIONS}) -> (Tensor, Tensor)",
+    f"attention_forward({_ATTENTION_FORWARD}",
     f"attention_forward_with_rest(Tensor q, Tensor k, Tensor v, {_ATTENTION_OPTIONS})"
     " -> (Tensor o, Tensor lse, Tensor o_rest)",
     # The binary's kernels for GPUs older than Hopper, on any GPU: for tests.
-    "attention_forward_portable"
-    f"(Tensor q, Tensor k, Tensor v, {_ATTENTION_OPTIONS}) -> (Tensor, Tensor)",
+    f"attention_forward_portable({_ATTENTION_FORWARD}",
     f"attention_backward({_ATTENTION_BACKWARD}",
     f"attention_backward_portable({_ATTENTION_BACKWARD}",  # for tests, too
     f"block_forward({_BLOCK_ARGUMENTS})"
     " -> (Tensor y, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse)",
-    f"project_group({_GROUP_ARGUMENTS}) -> (Tensor q, Tensor k, Tensor v)",
+    f"project_group({_GROUP_ARGUMENTS}) -> (Tensor q, Tensor k, Tensor v, Tensor v_transposed)",
     "gradient_products"
     "(Tensor[] left, Tensor[] right, int[] num_terms, bool[] over_tokens) -> Tensor[]",
     "build_info() -> str",  # defined by the binary alone: JSON of what it was built from and for

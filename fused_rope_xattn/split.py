@@ -73,6 +73,12 @@ class Activations(NamedTuple):
     u_rest: Tensor | None = None  # what rounding took from u
 
 
+# Where the attention of a Hopper takes its own instructions in TF32, as kernels/attention_sm90.cpp
+# decides.
+LARGEST_TF32_HEAD_DIM = 128
+FEWEST_TF32_QUERIES = 64
+LEAST_TF32_FLOPS = 200_000_000
+
 _Group = TypeVar("_Group", BlockTensors, Activations)
 
 
@@ -153,15 +159,19 @@ def forward(config: BlockConfig, t: BlockTensors, *, keep_rest: bool) -> tuple[T
 
     ``keep_rest``: a backward through the attention follows.
     """
-    q, k, v = project_all(
-        query_projection(config, t), key_projection(config, t), value_projection(config, t)
-    )
     options = score_options(config, t)
+    (q, k, v), v_transposed = project_all(
+        query_projection(config, t),
+        key_projection(config, t),
+        value_projection(config, t),
+        transposed_for=options if _reads_transposed_values(config, t) else None,
+    )
     o_rest = None
     if keep_rest and composite.compute_dtype(q) != q.dtype:
         o, lse, o_rest = ops.attention_forward_with_rest(q, k, v, options)
     else:
-        o, lse = ops.attention_forward(q, k, v, options)
+        o, lse = ops.attention_forward(q, k, v, options, v_transposed)
+    del v_transposed  # as large as what follows
     y = o.flatten(2)
     if t.w_out is not None:
         y = F.linear(y, t.w_out, t.b_out)
@@ -291,6 +301,21 @@ def value_projection(config: BlockConfig, t: BlockTensors) -> Projection:
     return Projection(x, t.w_v, t.b_v, num_heads=config.num_kv_heads, tf32=config.tf32)
 
 
+def tf32_pays(batch: int, heads: int, queries: int, keys: int, head_dim: int) -> bool:
+    """Whether a Hopper reads values transposed; else the portable kernel multiplies in TF32."""
+    flops = 4 * batch * heads * queries * keys * head_dim
+    is_large = queries >= FEWEST_TF32_QUERIES and flops >= LEAST_TF32_FLOPS
+    return bool(is_large and head_dim <= LARGEST_TF32_HEAD_DIM)
+
+
+def _reads_transposed_values(config: BlockConfig, t: BlockTensors) -> bool:
+    """Whether the attention does, on a Hopper, of values that are projected here."""
+    if not config.tf32 or t.w_v is None or torch.compiler.is_exporting():
+        return False  # an exported program must not depend on how its lengths compare to these
+    (batch, queries, _), head_dim = t.x_query.shape, t.w_v.shape[0] // config.num_kv_heads
+    return tf32_pays(batch, config.num_heads, queries, t.x_kv.shape[1], head_dim)
+
+
 def turned_back(p: Projection) -> tuple[Projection, ops.Turning]:
     """A projection whose rotation the attention's backward undoes, and that rotation.
 
@@ -396,20 +421,30 @@ def _through_output(dy: Tensor, w_out: Tensor, tf32: bool) -> Tensor:  # [B*Tq, 
 # ------------------------------------------------------------------------------- one projection
 
 
-def project_all(*every: Projection) -> list[Tensor]:  # [B, T, H, D] each
-    """Queries, keys and, where they are projected, values: as many as possible in one launch."""
+def project_all(
+    *every: Projection, transposed_for: ops.ScoreOptions | None = None
+) -> tuple[list[Tensor], Tensor | None]:  # [B, T, H, D] each
+    """Queries, keys and, where they are projected, values: as many as possible in one launch.
+
+    And values transposed for the attention of ``transposed_for``, if that launch makes values.
+    """
     chosen = grouped.select(every, tuple(map(grouped.is_taken, every)))
     if not any(chosen):
-        return [project_forward(p) for p in every]
-    heads = iter(grouped.project(*(p if c else None for p, c in zip(every, chosen, strict=True))))
-    return [next(heads) if c else project_forward(p) for p, c in zip(every, chosen, strict=True)]
+        return [project_forward(p) for p in every], None
+    members = (p if c else None for p, c in zip(every, chosen, strict=True))
+    group, v_transposed = grouped.project(*members, transposed_for=transposed_for)
+    heads = iter(group)
+    every_head = [
+        next(heads) if c else project_forward(p) for p, c in zip(every, chosen, strict=True)
+    ]
+    return every_head, v_transposed
 
 
 def project_forward(p: Projection) -> Tensor:  # [B, T, H, D]
     if p.weight is None:
         return p.x
     if not p.is_plain and grouped.is_taken(p):
-        return grouped.project(p, None, None)[0]
+        return grouped.project(p, None, None)[0][0]
     if p.is_plain:
         return composite.split_heads(F.linear(p.x, p.weight, p.bias), p.num_heads)
     return ops.norm_rope(

@@ -83,7 +83,9 @@ def takes_rotation(k: Projection) -> bool:
 def forward(config: BlockConfig, t: BlockTensors, *, keep_rest: bool) -> tuple[Tensor, Activations]:
     """As :func:`.split.forward`."""
     assert t.w_v is not None
-    q, k = split.project_all(split.query_projection(config, t), split.key_projection(config, t))
+    (q, k), _ = split.project_all(
+        split.query_projection(config, t), split.key_projection(config, t)
+    )
     o, lse, sums = token_ops.token_attention(
         q, k, _tokens(t), t.w_v, t.b_v, split.score_options(config, t), keep=keep_rest
     )

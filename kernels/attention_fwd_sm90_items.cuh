@@ -118,7 +118,9 @@ __device__ __forceinline__ ForwardItem locate_item(const Sm90ForwardParams& para
   }
   item.batch = rest / p.sizes.num_heads;
   item.head = rest - item.batch * p.sizes.num_heads;
-  if constexpr (!Config::kValuesTransposed) wait_for_previous_kernel();
+  // A pass that transposes values let this kernel start when all else that it reads was complete,
+  // and is waited for before values are. A projection that wrote them did so at once.
+  if (!Config::kValuesTransposed || p.has_transposed) wait_for_previous_kernel();
   const int keys = key_count(p.scores.kv_lengths, item.batch, p.sizes.num_keys);
   item.key_tiles = key_tiles_of_queries(item.first_query, Config::kTileQ, Config::kTileK,
                                         p.sizes.num_queries, keys, p.scores.is_causal);

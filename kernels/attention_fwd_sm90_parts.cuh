@@ -20,7 +20,7 @@ __device__ __forceinline__ void load_values(ForwardStorage<Config>& smem, uint32
                                             const CUtensorMap& map, int first_key, int head,
                                             int batch) {
   if constexpr (Config::kValuesTransposed) {
-    wait_for_previous_kernel();  // which transposes them
+    wait_for_previous_kernel();  // which may be the one that transposes them
     load_transposed_tile(smem.v[stage], map, smem.v_full[stage], first_key, head, batch);
   } else {
     load_tile(smem.v[stage], map, smem.v_full[stage], first_key, head, batch);

@@ -115,7 +115,7 @@ void run_attention_forward_sm90(const AttentionForwardParams& params, cudaStream
     throw std::runtime_error(std::string("fused_rope_xattn: ") + obstacle);
   }
   if (params.dtype == DType::kTF32) {
-    transpose_values(params, stream);
+    if (!params.has_transposed) transpose_values(params, stream);
     if (sizes.head_dim <= 32) return attention_forward_tf32_sm90_d32(params, stream);
     if (sizes.head_dim <= 64) return attention_forward_tf32_sm90_d64(params, stream);
     return attention_forward_tf32_sm90_d128(params, stream);

@@ -23,7 +23,7 @@ namespace {
 template <bool kPortable, bool kWithRest>
 std::tuple<Tensor, Tensor, Tensor> attend(const Tensor& q_any, const Tensor& k_any,
                                           const Tensor& v_any, const ScoreModifiers& scores,
-                                          bool tf32) {
+                                          bool tf32, OptionalTensor v_transposed = {}) {
   const Tensor q = aligned(q_any), k = aligned(k_any), v = aligned(v_any);
   AttentionForwardParams p{};
   p.sizes = sizes_of(q, k);
@@ -49,9 +49,12 @@ std::tuple<Tensor, Tensor, Tensor> attend(const Tensor& q_any, const Tensor& k_a
   p.use_sm90 = plan.use_sm90;
   p.tile_queries = plan.tile.queries;
   p.num_splits = plan.num_splits;
-  OptionalTensor partial_o, partial_lse, v_transposed;
+  OptionalTensor partial_o, partial_lse;
   if (plan.v_transposed_floats > 0) {
-    v_transposed = empty(q, {plan.v_transposed_floats}, ScalarType::Float);
+    p.has_transposed = v_transposed.has_value();
+    if (!p.has_transposed) v_transposed = empty(q, {plan.v_transposed_floats}, ScalarType::Float);
+    STD_TORCH_CHECK(v_transposed->numel() == plan.v_transposed_floats,
+                    "fused_rope_xattn: transposed values of other sizes than the values");
     p.v_transposed = data_as<float>(v_transposed);
   }
   if (plan.num_splits > 1) {
@@ -69,11 +72,11 @@ std::tuple<Tensor, Tensor> attention_forward(Tensor q, Tensor k, Tensor v, Optio
                                              OptionalTensor keep_mask, OptionalTensor key_keep,
                                              OptionalTensor kv_lengths, OptionalTensor seed,
                                              double scale, bool is_causal, double dropout_p,
-                                             bool tf32) {
+                                             bool tf32, OptionalTensor v_transposed) {
   const DeviceGuard guard(q.get_device_index());
   const auto scores =
       modifiers(attn_bias, keep_mask, key_keep, kv_lengths, seed, scale, is_causal, dropout_p);
-  const auto [o, lse, rest] = attend<kPortable, false>(q, k, v, scores, tf32);
+  const auto [o, lse, rest] = attend<kPortable, false>(q, k, v, scores, tf32, v_transposed);
   return {o, lse};
 }
 

@@ -6,6 +6,7 @@
 #include "device.h"
 #include "projection_sm90.h"
 #include "torch_views.h"
+#include "transpose_heads_sm90.h"
 
 namespace frx {
 namespace {
@@ -46,14 +47,15 @@ GroupedProjection& add_projection(ProjectionGroup90& group, const ProjectionTens
   return p;
 }
 
-std::tuple<Tensor, Tensor, Tensor> project_group(
+std::tuple<Tensor, Tensor, Tensor, Tensor> project_group(
     OptionalTensor x_q, OptionalTensor x_k, OptionalTensor x_v, OptionalTensor w_q,
     OptionalTensor w_k, OptionalTensor w_v, OptionalTensor b_q, OptionalTensor b_k,
     OptionalTensor b_v, OptionalTensor q_positions, OptionalTensor q_cos, OptionalTensor q_sin,
     OptionalTensor k_positions, OptionalTensor k_cos, OptionalTensor k_sin, int64_t num_heads,
     int64_t num_kv_heads, int64_t q_rotary_dim, bool q_interleaved, int64_t q_axes,
     double q_rope_base, bool q_full_width, int64_t k_rotary_dim, bool k_interleaved, int64_t k_axes,
-    double k_rope_base, bool k_full_width, int64_t tile) {
+    double k_rope_base, bool k_full_width, int64_t tile, bool transposes_v, OptionalTensor key_keep,
+    OptionalTensor kv_lengths) {
   STD_TORCH_CHECK(x_q.has_value() || x_k.has_value() || x_v.has_value(),
                   "fused_rope_xattn: there is nothing to project");
   const Tensor any = x_q.has_value() ? *x_q : x_k.has_value() ? *x_k : *x_v;
@@ -65,6 +67,7 @@ std::tuple<Tensor, Tensor, Tensor> project_group(
   if (group.dtype == DType::kFloat32) group.dtype = DType::kTF32;
   const Tensor none = empty(any, {0}, any.scalar_type());
   ProjectionTensors q{none, none, none, {}}, k = q, v = q;
+  Tensor v_transposed = none;
   if (x_q.has_value()) {
     q = tensors_of(*x_q, w_q, b_q, num_heads);
     set_rotation(add_projection(group, q).rotation, q_positions, q_cos, q_sin, q_rotary_dim,
@@ -77,14 +80,22 @@ std::tuple<Tensor, Tensor, Tensor> project_group(
   }
   if (x_v.has_value()) {
     v = tensors_of(*x_v, w_v, b_v, num_kv_heads);
-    add_projection(group, v).rotation.axes = 1;
+    GroupedProjection& p = add_projection(group, v);
+    p.rotation.axes = 1;
+    p.is_transposed = transposes_v;
+    if (transposes_v) {
+      v_transposed = empty(v.x, {v.x.size(0), num_kv_heads, p.head_dim, padded_tokens(p.tokens)},
+                           ScalarType::Float);
+      group.transposed = {static_cast<float*>(v_transposed.data_ptr()),
+                          data_as<int32_t>(kv_lengths), data_as<bool>(key_keep)};
+    }
   }
   run_projections_sm90(group, static_cast<int>(tile), current_stream(any.get_device_index()));
   // An empty result of its own for each absent one: results never alias each other.
   const auto out = [&](const OptionalTensor& x, const ProjectionTensors& t) {
     return x.has_value() ? t.out : empty(any, {0}, any.scalar_type());
   };
-  return {out(x_q, q), out(x_k, k), out(x_v, v)};
+  return {out(x_q, q), out(x_k, k), out(x_v, v), v_transposed};
 }
 
 }  // namespace

@@ -26,6 +26,12 @@ FRX_HOST_DEVICE int key_count(const int32_t* kv_lengths, int64_t b, int num_keys
   return kv_lengths == nullptr ? num_keys : larger(0, smaller(kv_lengths[b], num_keys));
 }
 
+// Whether one of them does, of which keep [B, num_keys] or null may remove more.
+FRX_HOST_DEVICE bool key_exists(const int32_t* kv_lengths, const bool* keep, int64_t b, int key,
+                                int num_keys) {
+  return key < key_count(kv_lengths, b, num_keys) && (keep == nullptr || keep[b * num_keys + key]);
+}
+
 // The first key that `query` does not see; it sees [0, keys_visible). Causality is aligned to the
 // bottom right: key <= query + key_count - num_queries. Queries past the end (tile padding) count
 // as the last one. Written so that no sum leaves 32 bits.

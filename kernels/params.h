@@ -88,8 +88,9 @@ struct AttentionForwardParams {
   float* lse;        // [B, H, Tq], natural log; -inf for a row without keys
 
   bool use_sm90;         // the Hopper kernel instead of the portable one (see plan.h)
+  bool has_transposed;   // v_transposed is written already, else it is workspace
   int32_t tile_queries;  // query rows a block of the portable kernel: 64 or 128
-  float* v_transposed;   // workspace of Hopper's TF32 kernel (see transpose_heads_sm90.h), or null
+  float* v_transposed;   // for Hopper's TF32 kernel (see transpose_heads_sm90.h), or null
 
   // Keys split over blocks: partial results that a second kernel combines. Unused when num_splits
   // == 1.

@@ -85,8 +85,8 @@ __device__ __forceinline__ void write_facts(const ProjectionKernelParams& params
     const TilePlace place = locate_tile(params.schedule, params.count, index);
     mbarrier_wait(smem.facts_empty[consumer][set.stage], set.parity ^ 1);
     prepare_tile<Config, Element>(smem.facts[consumer][set.stage], params.members[place.member],
-                                  smem.turns[place.member], place.row * Config::kRows,
-                                  place.column * Config::kChunks,
+                                  params.transposed, smem.turns[place.member],
+                                  place.row * Config::kRows, place.column * Config::kChunks,
                                   params.schedule[place.member].shares, thread / 32, thread % 32);
     mbarrier_arrive(smem.facts_full[consumer][set.stage]);
   }
@@ -157,8 +157,8 @@ __device__ __forceinline__ void consume(const ProjectionKernelParams& params,
       multiply_tile<Config, Element>(accumulators, smem, state / 2, blocks, consumer, thread % 32);
       mbarrier_wait(smem.facts_full[consumer][set.stage], set.parity);
       finish_tile<Config, Element>(accumulators, p, smem.facts[consumer][set.stage],
-                                   params.schedule[place.member].shares, place.row * Config::kRows,
-                                   thread);
+                                   params.transposed.out, params.schedule[place.member].shares,
+                                   place.row * Config::kRows, thread);
       __syncwarp();
       if (thread % 32 == 0) mbarrier_arrive(smem.facts_empty[consumer][set.stage]);
       set.advance();
@@ -235,6 +235,7 @@ void launch_projections_sm90(const ProjectionGroup90& group, const ProjectionPla
   ProjectionKernelParams params{};
   params.count = group.count;
   params.num_tiles = plan.num_tiles;
+  params.transposed = group.transposed;
   for (int i = 0; i < group.count; ++i) {
     const GroupedProjection& p = group.members[i];
     params.members[i] = p;

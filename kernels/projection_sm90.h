@@ -30,14 +30,25 @@ struct GroupedProjection {
   int32_t tokens;      // T
   int32_t columns;     // H * D
   int32_t depth;
-  int32_t head_dim;  // D
+  int32_t head_dim;    // D
+  bool is_transposed;  // written transposed as well: see TransposedHeads
   RotationParams rotation;
+};
+
+// Where one member's heads are written as TF32's attention reads values: [B, H, D, T padded to 8],
+// as HeadsTranspose has them (transpose_heads_sm90.h).
+struct TransposedHeads {
+  float* out;
+  // Which tokens exist; the others become zeros here, whatever they hold. Null: all.
+  const int32_t* lengths;  // [B]
+  const bool* keep;        // [B, T]
 };
 
 struct ProjectionGroup90 {
   DType dtype;
   int32_t count;
   GroupedProjection members[kMaxProjections];
+  TransposedHeads transposed;  // of the member that is_transposed
 };
 
 // Of the common dimension, a stage.
@@ -59,6 +70,12 @@ inline const char* projection_sm90_obstacle(DType dtype, const GroupedProjection
     if (reinterpret_cast<uintptr_t>(pointer) % 16 != 0) {
       return "the Hopper projection needs tensors that start at multiples of 16 bytes";
     }
+  }
+  if (p.is_transposed && (dtype != DType::kTF32 || r.rotary_dim > 0)) {
+    return "the Hopper projection transposes unrotated heads only, in TF32";
+  }
+  if (p.is_transposed && p.tokens > INT32_MAX - 8) {
+    return "the Hopper projection cannot transpose so many tokens";
   }
   if (r.rotary_dim == 0) return nullptr;
   if (r.rotary_dim > p.head_dim || r.rotary_dim % (2 * r.axes) != 0) {

@@ -11,7 +11,9 @@
 #include "ptx_sm90.cuh"
 #include "softmax_sm90.cuh"  // defines: pack, transpose_quad
 #include "storage.cuh"
+#include "tf32.h"
 #include "tile_sm90.cuh"
+#include "transpose_heads_sm90.h"  // defines: padded_tokens
 #include "turns.cuh"
 
 namespace frx {
@@ -56,7 +58,8 @@ struct ProjectionConfig {
 };
 
 // Where the rows of the tile are in their sequences: positions axis by axis, or the places of the
-// rows in the tables.
+// rows in the tables. Of heads that are transposed: where a row's first column is there, and 1 if
+// its token exists, else 0.
 template <class Config>
 struct RowAngles {
   int64_t whole[kMaxPositionAxes * Config::kRows];
@@ -100,7 +103,38 @@ struct ProjectionKernelParams {
   ProjectionSchedule schedule[kMaxProjections];
   int count;
   int num_tiles;
+  TransposedHeads transposed;
 };
+
+// ---- transposed heads -------------------------------------------------------------------------
+
+// Where a token's first column is; the next ones are padded_tokens() apart, from head to head as
+// well.
+__device__ __forceinline__ int64_t transposed_place(const GroupedProjection& p, int64_t batch,
+                                                    int token) {
+  return batch * p.columns * padded_tokens(p.tokens) + token / 8 * 8 + tf32_depth(token % 8);
+}
+
+// The zeros behind every sequence that ends within the tile: a scribe's, so that the epilogue need
+// not ask for the end.
+template <class Config>
+__device__ __forceinline__ void pad_transposed_rows(float* transposed, const GroupedProjection& p,
+                                                    int first_row, int first_column, int lane) {
+  const int64_t tokens = padded_tokens(p.tokens);
+  if (tokens == p.tokens) return;
+  const int end = min(first_row + Config::kRows, p.rows);
+  const int last_column = min(first_column + Config::kColumns, p.columns);
+#pragma unroll 1
+  for (int64_t batch = first_row / p.tokens; (batch + 1) * p.tokens <= end; ++batch) {
+#pragma unroll 1
+    for (int column = first_column + lane; column < last_column; column += 32) {
+#pragma unroll 1
+      for (int token = p.tokens; token < tokens; ++token) {
+        transposed[transposed_place(p, batch, token) + column * tokens] = 0;
+      }
+    }
+  }
+}
 
 // ---- angles -----------------------------------------------------------------------------------
 
@@ -119,17 +153,23 @@ __device__ __forceinline__ void prepare_turns(const ProjectionKernelParams& para
   }
 }
 
-template <class Config>
+template <class Config, class Element>
 __device__ __forceinline__ void prepare_rows(TileFacts<Config>& facts, const GroupedProjection& p,
-                                             int first_row, int lane) {
+                                             const TransposedHeads& transposed, int first_row,
+                                             int lane) {
   const RotationParams& r = p.rotation;
-  if (r.rotary_dim == 0) return;
+  const bool is_transposed = std::is_same_v<Element, Tf32> && p.is_transposed;
+  if (r.rotary_dim == 0 && !is_transposed) return;
   facts.counts = r.cos == nullptr && r.positions == nullptr &&
                  first_row % p.tokens + Config::kRows <= p.tokens;
   for (int i = lane; i < Config::kRows; i += 32) {
     const int row = min(first_row + i, p.rows - 1);
     const int batch = row / p.tokens, token = row - batch * p.tokens;
-    if (r.cos != nullptr) {
+    if (is_transposed) {
+      facts.rows.whole[i] = transposed_place(p, batch, token);
+      facts.rows.fraction[i] =
+          key_exists(transposed.lengths, transposed.keep, batch, token, p.tokens);
+    } else if (r.cos != nullptr) {
       facts.rows.whole[i] = batch * r.table_batch_stride + token * r.table_token_stride;
     } else {
       for (int axis = 0; axis < r.axes; ++axis) {
@@ -166,14 +206,18 @@ __device__ __forceinline__ PairAngle pair_angle(const GroupedProjection& p, cons
 // enough to do to hide its latencies.
 template <class Config, class Element>
 __device__ __forceinline__ void prepare_tile(TileFacts<Config>& facts, const GroupedProjection& p,
+                                             const TransposedHeads& transposed,
                                              const uint64_t* turns, int first_row, int first_chunk,
                                              bool shares, int warp, int lane) {
   auto chunk_of_tile = [&](int chunk) {
     chunk += first_chunk;
     return shares ? shared_chunk(p, Config::kChunks, chunk) : chunk;
   };
-  if (warp == 0) return prepare_rows<Config>(facts, p, first_row, lane);
+  if (warp == 0) return prepare_rows<Config, Element>(facts, p, transposed, first_row, lane);
   if (warp == 1) {
+    if (std::is_same_v<Element, Tf32> && p.is_transposed) {
+      pad_transposed_rows<Config>(transposed.out, p, first_row, first_chunk * kChunkColumns, lane);
+    }
     if (p.rotation.rotary_dim == 0) return;
     for (int i = lane; i < 4 * Config::kChunks; i += 32) {
       const int chunk = i / 4;
@@ -317,8 +361,7 @@ __device__ __forceinline__ void add_bias(
 __device__ __forceinline__ void store_pair(float* out, int row, int rows_left, int columns,
                                            int column, int t, const float (&x)[2]) {
   if (row >= rows_left || column < 0) return;
-  *reinterpret_cast<float2*>(out + static_cast<int64_t>(row) * columns + column + 2 * t) =
-      make_float2(x[0], x[1]);
+  st_global_v2(out + static_cast<int64_t>(row) * columns + column + 2 * t, make_float2(x[0], x[1]));
 }
 
 // How the epilogue walks through a tile: in steps of a few units of each of kParts parts, in which
@@ -349,12 +392,31 @@ struct Finish {
   }
 };
 
+// What a lane has of a row in a step, in the transposed result, of which eight lanes write 32 bytes
+// of a row together. x: its first accumulator.
+template <class Finish, class Config>
+__device__ __forceinline__ void store_transposed(float* out, const GroupedProjection& p,
+                                                 const TileFacts<Config>& facts, int row,
+                                                 const float* x, int first_unit, int t) {
+  const int64_t width = padded_tokens(p.tokens);
+  out += facts.rows.whole[row] + (facts.columns[2 * first_unit] + 2 * t) * width;
+  const bool exists = facts.rows.fraction[row] != 0;
+#pragma unroll
+  for (int chunk = 0; chunk < 2 * Finish::kStepUnits; ++chunk) {
+    if (facts.columns[2 * first_unit + chunk] >= 0) {
+      out[0] = exists ? x[4 * chunk] : 0.f;
+      out[width] = exists ? x[4 * chunk + 1] : 0.f;
+    }
+    out += kChunkColumns * width;
+  }
+}
+
 // Rotation, rounding and storing of a warpgroup's tile. A loop, although accumulators must be moved
 // for it: unrolled, the code would come from L2 for every tile, which takes longer than to run it.
 template <class Finish, class Element, class Config>
 __device__ __forceinline__ void finish_tile(
     float (&accumulators)[Config::kRowBlocks][Config::kAccumulators], const GroupedProjection& p,
-    const TileFacts<Config>& facts, int first_row, int thread) {
+    const TileFacts<Config>& facts, int first_row, int thread, float* transposed = nullptr) {
   using Source = typename Finish::Source;
   constexpr int kStepUnits = Finish::kStepUnits, kUnits = kStepUnits * Finish::kParts;
   const int warp = thread / 32, g = thread % 32 / 4, t = thread % 4;
@@ -402,6 +464,12 @@ __device__ __forceinline__ void finish_tile(
           }
         }
       }
+      if constexpr (std::is_same_v<Element, Tf32> && !Source::kTurns) {
+        if (p.is_transposed && row < rows_left) {
+          store_transposed<Finish>(transposed, p, facts, 16 * warp + g + row,
+                                   accumulators[0] + 2 * half, first_unit, t);
+        }
+      }
       if constexpr (!std::is_same_v<Element, Tf32>) {
 #pragma unroll
         for (int i = 0; i < kUnits; i += 2) {
@@ -446,11 +514,11 @@ __device__ __forceinline__ void finish_turning_tile(
 template <class Config, class Element>
 __device__ __forceinline__ void finish_tile(
     float (&accumulators)[Config::kRowBlocks][Config::kAccumulators], const GroupedProjection& p,
-    const TileFacts<Config>& facts, bool shares, int first_row, int thread) {
+    const TileFacts<Config>& facts, float* transposed, bool shares, int first_row, int thread) {
   if (p.bias != nullptr) add_bias<Config>(accumulators, facts, thread % 4);
   if (p.rotation.rotary_dim == 0) {
-    return finish_tile<Finish<Config, NoAngles, 1, 4, false>, Element>(accumulators, p, facts,
-                                                                       first_row, thread);
+    return finish_tile<Finish<Config, NoAngles, 1, 4, false>, Element>(
+        accumulators, p, facts, first_row, thread, transposed);
   }
   if (p.rotation.cos != nullptr) {
     return finish_turning_tile<Config, Element, TableAngles>(accumulators, p, facts, shares,

@@ -160,8 +160,11 @@ __device__ __forceinline__ void stmatrix_x4_transposed(uint32_t address, const u
 
 // ---- stores -----------------------------------------------------------------------------------
 
-// For loops: where they are not unrolled, nvcc 13 makes four stores of an assignment. Nothing in a
-// kernel reads what it stores so.
+// For loops: where they are not unrolled, nvcc 13 makes two or four stores of an assignment.
+// Nothing in a kernel reads what it stores so.
+__device__ __forceinline__ void st_global_v2(void* destination, float2 x) {
+  asm volatile("st.global.v2.f32 [%0], {%1, %2};" ::"l"(destination), "f"(x.x), "f"(x.y));
+}
 __device__ __forceinline__ void st_global_v4(void* destination, uint4 x) {
   asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(destination), "r"(x.x), "r"(x.y),
                "r"(x.z), "r"(x.w));

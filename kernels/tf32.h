@@ -11,4 +11,7 @@ struct Tf32 {};
 // Which of eight accumulator columns (keys, of scores) serves as depth k of a product.
 FRX_HOST_DEVICE int tf32_key(int k) { return 2 * (k % 4) + k / 4; }
 
+// And the other way round.
+FRX_HOST_DEVICE int tf32_depth(int key) { return key / 2 + 4 * (key % 2); }
+
 }  // namespace frx

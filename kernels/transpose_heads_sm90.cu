@@ -40,11 +40,6 @@ __device__ __forceinline__ Part locate_part(const HeadsTranspose& job, uint32_t 
   return part;
 }
 
-__device__ __forceinline__ bool token_exists(const HeadsTranspose& job, int64_t batch, int token) {
-  return token < key_count(job.lengths, batch, job.num_tokens) &&
-         (job.keep == nullptr || job.keep[batch * job.num_tokens + token]);
-}
-
 __global__ __launch_bounds__(kThreads) void transpose_heads_kernel(
     const __grid_constant__ TransposeParams params) {
   int number = 0;
@@ -65,7 +60,8 @@ __global__ __launch_bounds__(kThreads) void transpose_heads_kernel(
     const int column = threadIdx.x % kRowThreads * kVector;
     const int token = part.first_token + row, dim = part.first_dim + column;
     float4 x = make_float4(0, 0, 0, 0);
-    if (dim < job.head_dim && token_exists(job, part.batch, token)) {
+    if (dim < job.head_dim &&
+        key_exists(job.lengths, job.keep, part.batch, token, job.num_tokens)) {
       x = *reinterpret_cast<const float4*>(in + token * job.in.token_stride + dim);
     }
     tile[row][column] = x.x;

@@ -105,3 +105,18 @@ def plain_attention(
         rows.append(p @ v[b, kept, h // group])
     shape = (batch, heads, queries)
     return torch.stack(rows).view(*shape, -1).transpose(1, 2), torch.stack(lse).view(shape)
+
+
+def transposed_values(v: Tensor, exists: Tensor | None = None) -> Tensor:
+    """v [B, T, H, D] as TF32 attention on a Hopper reads it: [B, H, D, T padded to 8].
+
+    ``exists`` [B, T]: of which tokens; the others are zeros, as is the padding.
+    """
+    batch, tokens, heads, head_dim = v.shape
+    result = v.new_zeros(batch, heads, head_dim, (tokens + 7) // 8 * 8)
+    for token in range(tokens):
+        place = token // 8 * 8 + (0, 4, 1, 5, 2, 6, 3, 7)[token % 8]
+        result[..., place] = v[:, token]
+        if exists is not None:
+            result[~exists[:, token], ..., place] = 0.0
+    return result

@@ -379,6 +379,8 @@ def test_opcheck_attention(name: str, requires_grad: bool) -> None:
     bias = wishing(options.attn_bias, requires_grad)
     options = options._replace(attn_bias=bias)
     torch.library.opcheck(OPS.attention_forward.default, (q, k, v, *options))
+    transposed = torch.zeros(B, HKV, D, ops.padded_tokens(k.shape[1]))
+    torch.library.opcheck(OPS.attention_forward.default, (q, k, v, *options, transposed))
     with torch.no_grad():
         o, lse = ops.attention_forward(q, k, v, options)
     dlse = None if name == "plain" else torch.randn_like(lse)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from formulas import plain_norm_rope
+from formulas import plain_norm_rope, transposed_values
 from fused_rope_xattn import Norm, grouped, ops, plan, split
 from fused_rope_xattn.config import NormSpec, RotationSpec
 from fused_rope_xattn.ops import HeadsProjection, TurningTensors
@@ -102,14 +102,50 @@ def test_the_cpu_kernel_is_the_plain_formula(name: str) -> None:
     q = member(2, 5, 3, 32, 24, SPECS[name], kind)
     k = member(2, 7, 2, 32, 16, SPECS[name], kind, bias=False)
     v = member(2, 7, 2, 32, 8)
-    for got, m in zip(ops.project_group(q, k, v), (q, k, v), strict=True):
+    *heads, v_transposed = ops.project_group(q, k, v)
+    for got, m in zip(heads, (q, k, v), strict=True):
         assert_rounded_once(got, reference(m))
+    assert v_transposed.shape == (0,)
+
+
+REMOVALS = ["", "lengths", "keep", "lengths and keep"]
+
+
+def removed(removal: str, batch: int, tokens: int, device: str = "cpu") -> dict[str, Tensor]:
+    """What ``project_group`` gets of tokens that do not exist."""
+    options = {}
+    if "lengths" in removal:
+        lengths = torch.randint(0, tokens + 3, (batch,), device=device, dtype=torch.int32)
+        options["kv_lengths"] = lengths
+    if "keep" in removal:
+        options["key_keep"] = torch.rand(batch, tokens, device=device) < 0.6
+    return options
+
+
+def assert_transposed(got: Tensor, v: Tensor, options: dict[str, Tensor]) -> None:
+    batch, tokens = v.shape[:2]
+    exists = options.get("key_keep", torch.ones(batch, tokens, device=v.device, dtype=torch.bool))
+    if "kv_lengths" in options:
+        index = torch.arange(tokens, device=v.device)
+        exists = exists & (index < options["kv_lengths"][:, None])
+    assert got.is_contiguous() and torch.equal(got, transposed_values(v, exists))
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 7, 8, 21])
+@pytest.mark.parametrize("removal", REMOVALS)
+def test_the_cpu_kernel_transposes_values(removal: str, tokens: int) -> None:
+    v = member(3, tokens, 2, 32, 8, dtype=torch.float32)
+    options = removed(removal, 3, tokens)
+    plain = ops.project_group(None, None, v)[2]
+    *_, got, transposed = ops.project_group(None, None, v, transposes_v=True, **options)
+    assert torch.equal(got, plain)
+    assert_transposed(transposed, got, options)
 
 
 def test_absent_members_are_empty() -> None:
     k = member(1, 3, 2, 8, 16)
-    q_out, k_out, v_out = ops.project_group(None, k, None)
-    assert q_out.shape == v_out.shape == (0,) and k_out.shape == (1, 3, 2, 8)
+    q_out, k_out, v_out, transposed = ops.project_group(None, k, None)
+    assert q_out.shape == v_out.shape == transposed.shape == (0,) and k_out.shape == (1, 3, 2, 8)
     assert q_out is not v_out
 
 
@@ -133,6 +169,25 @@ def test_opcheck(absent: str, device: str) -> None:
         *(32 if q else 0, False, 1, 10000.0, False),
         *(32 if k else 0, True, 1, 10000.0, False),
         -1,
+    ]
+    torch.library.opcheck(torch.ops.fused_rope_xattn.project_group.default, tuple(args))
+
+
+@pytest.mark.filterwarnings("ignore:.*an autograd kernel was not registered")
+@pytest.mark.parametrize("absent", [False, True])
+def test_opcheck_of_transposed_values(absent: bool, device: str) -> None:
+    if device == "cuda":
+        on_hopper()
+    options: dict[str, Any] = {"dtype": torch.float32, "device": device}
+    k = member(2, 13, 2, 32, 16, **options)
+    v = None if absent else member(2, 13, 2, 32, 24, **options)
+    removal = removed("lengths and keep", 2, 13, device)
+    args = [
+        *(None, k.x, v and v.x, None, k.weight, v and v.weight, None, k.bias, v and v.bias),
+        *(None,) * 6,
+        *(1, 2),
+        *(0, True, 1, 1.0, False) * 2,
+        *(-1, True, removal["key_keep"], removal["kv_lengths"]),
     ]
     torch.library.opcheck(torch.ops.fused_rope_xattn.project_group.default, tuple(args))
 
@@ -203,7 +258,7 @@ def assert_group_is_right(
 ) -> None:
     got = ops.project_group(q, k, v, tile)
     again = ops.project_group(q, k, v, tile)
-    for a, b, m in zip(got, again, (q, k, v), strict=True):
+    for a, b, m in zip(got[:3], again[:3], (q, k, v), strict=True):
         assert torch.equal(a, b)
         if m is not None:
             assert_rounded_once(a, reference(m))
@@ -253,6 +308,28 @@ def test_the_kernel_is_the_plain_formula(
             m._replace(x=round_to_tf32(m.x), weight=round_to_tf32(m.weight)) for m in (q, k, v)
         )
     assert_group_is_right(q, k, v, tile=tile)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tile", range(TILES))
+@pytest.mark.parametrize("heads, head_dim", [(2, 32), (12, 64), (3, 72), (4, 128)])
+@pytest.mark.parametrize("tokens", [1, 13, 300, 768])
+@pytest.mark.parametrize("removal", REMOVALS)
+def test_the_kernel_transposes_values(
+    removal: str, tokens: int, heads: int, head_dim: int, tile: int
+) -> None:
+    """The very numbers of v; padding and removed tokens are zeros, whatever lay there."""
+    on_hopper()
+    options: dict[str, Any] = {"dtype": torch.float32, "device": "cuda"}
+    q = member(2, 131, heads, head_dim, 200, RotationSpec(8), **options)
+    k, v = (member(3, tokens, heads, head_dim, depth, **options) for depth in (64, 72))
+    removal_options = removed(removal, 3, tokens, "cuda")
+    plain = ops.project_group(q, k, v, tile)
+    padded = (3, heads, head_dim, (tokens + 7) // 8 * 8)
+    torch.full(padded, math.nan, device="cuda")  # where the result may lie
+    *got, transposed = ops.project_group(q, k, v, tile, True, **removal_options)
+    assert all(torch.equal(a, b) for a, b in zip(got, plain[:3], strict=True))
+    assert_transposed(transposed, got[2], removal_options)
 
 
 @pytest.mark.gpu

@@ -18,15 +18,17 @@ import torch
 from torch import Tensor
 
 from ext.build import load_extension
-from formulas import plain_norm_rope
+from formulas import plain_norm_rope, transposed_values
 from fused_rope_xattn.config import NormSpec, RotationSpec
 from fused_rope_xattn.rope import cos_sin
+from fused_rope_xattn.verify.tf32 import round_to_tf32
 from margins import Margins
 
-DTYPES = {torch.float16: 2, torch.bfloat16: 3}
+DTYPES = {torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}  # fp32 is multiplied in TF32
 POSITION_TYPES = {torch.int32: 1, torch.int64: 2, torch.float32: 3, torch.float64: 4}
 TILES = ("192x128", "128x128", "64x128", "64x64", "64x32")
 SHARING_TILES = TILES[:4]  # not those of 32 columns
+TF32_TILES = TILES[1:]
 BASE = 100.0  # with 1 all pairs would turn alike, and a wrong one would not show
 
 
@@ -40,6 +42,7 @@ class Member(NamedTuple):
     positions: torch.dtype | None = None
     table: tuple[int, int] | None = None  # batches and heads of cos and sin
     has_bias: bool = True
+    removal: str | None = None  # "lengths" and "keep"; not None: written transposed as well
 
     def sizes(self) -> tuple[Any, ...]:
         """As ``ext/projection.cpp`` takes them."""
@@ -151,6 +154,26 @@ class Problem:
             width = m.spec.rotary_dim if m.spec.full_width else m.spec.rotary_dim // 2
             self.cos = self.margins.place(torch.randn(*m.table, m.tokens, width))
             self.sin = self.margins.place(torch.randn(*m.table, m.tokens, width))
+        self.transposed = self.lengths = self.keep = None
+        self.exists = torch.ones(m.batch, m.tokens, dtype=torch.bool)
+        if m.removal is not None:
+            self._transpose(m.removal)
+
+    def _transpose(self, removal: str) -> None:
+        m = self.member
+        self.transposed = self.margins.place(
+            torch.full((m.batch, m.heads, m.head_dim, (m.tokens + 7) // 8 * 8), math.nan)
+        )
+        if "lengths" in removal:
+            # One longer than the sequence, one negative: as the whole one, and none of it
+            lengths = torch.randint(0, m.tokens + 1, (m.batch,), dtype=torch.int32)
+            lengths[0], lengths[-1] = m.tokens + 3, -1
+            self.lengths = lengths
+            self.exists &= torch.arange(m.tokens) < lengths[:, None]
+        if "keep" in removal:
+            self.keep = torch.rand(m.batch, m.tokens) < 0.6
+            self.exists &= self.keep
+        self.x[~self.exists] = math.nan
 
     def fields(self) -> dict[str, Any]:
         m, spec = self.member, self.member.spec
@@ -166,7 +189,8 @@ class Problem:
             "full_width": spec.full_width,
             "log2_base": math.log2(spec.base),
         }
-        for name in ("x", "weight", "bias", "out", "positions", "cos", "sin"):
+        names = "x", "weight", "bias", "out", "positions", "cos", "sin"
+        for name in (*names, "transposed", "lengths", "keep"):
             tensor = getattr(self, name)
             if tensor is not None:
                 fields[name] = tensor.data_ptr()
@@ -181,7 +205,7 @@ class Problem:
 
     def check(self) -> None:
         m = self.member
-        z = self.x.double() @ self.weight.double().t()
+        z = round_to_tf32(self.x).double() @ round_to_tf32(self.weight).double().t()
         bias = None if self.bias is None else self.bias.double()
         tensors: tuple[Tensor | None, ...] = (None, None, None)
         if m.spec.rotary_dim and self.cos is not None and self.sin is not None:
@@ -190,10 +214,14 @@ class Problem:
             tables = cos_sin(m.spec, self.positions, m.tokens, z.device, torch.float64)
             tensors = None, *tables
         want = plain_norm_rope(z, m.heads, bias, NormSpec(), None, None, m.spec, tensors)
-        assert not bool(self.out.isnan().any()), "an element was not written, or NaN was read"
-        error = (self.out.double() - want).abs()
-        half_ulp = torch.finfo(self.out.dtype).eps / 2
+        out, want = self.out[self.exists], want[self.exists]
+        assert not bool(out.isnan().any()), "an element was not written, or NaN was read"
+        error = (out.double() - want).abs()
+        half_ulp = torch.finfo(out.dtype).eps / 2
         assert bool((error <= 1.001 * half_ulp * want.abs() + 1e-5).all()), float(error.max())
+        if self.transposed is not None:
+            assert bool(self.out[~self.exists].isnan().all()), "v itself is as projected"
+            assert torch.equal(self.transposed, transposed_values(self.out, self.exists))
         assert self.margins.are_untouched
 
 
@@ -268,3 +296,67 @@ def test_tiles_longer_than_the_ring(kernel: ModuleType, tile: int) -> None:
 def test_nothing_to_do(kernel: ModuleType) -> None:
     assert_right(kernel, (Member(batch=0), Member(spec=neighbours(64))), 3)
     assert_right(kernel, (Member(batch=0),), -1)
+
+
+# ------------------------------------------------------------------------------------------- TF32
+
+
+@pytest.mark.parametrize("tile", range(1, len(TILES)), ids=TF32_TILES)
+@pytest.mark.parametrize("name", ["neighbours", "halves", "full table", "three members"])
+def test_fp32_matches_definition(kernel: ModuleType, name: str, tile: int) -> None:
+    assert_right(kernel, CASES[name], tile, torch.float32, seed=tile)
+
+
+@pytest.mark.parametrize("tile", range(1, len(SHARING_TILES)), ids=SHARING_TILES[1:])
+@pytest.mark.parametrize("name", ["neighbours on axes", "halves", "table, halves"])
+def test_fp32_heads_that_share_angles(kernel: ModuleType, name: str, tile: int) -> None:
+    assert_right(kernel, SHARING[name], tile, torch.float32, num_sms=1, seed=tile)
+
+
+VALUES = Member(removal="")
+TRANSPOSED: dict[str, tuple[Member, ...]] = {
+    "odd tokens": (VALUES,),
+    "no bias": (VALUES._replace(has_bias=False),),
+    "whole eights": (VALUES._replace(tokens=24),),
+    "one token": (VALUES._replace(batch=67, tokens=1, depth=8),),
+    "many sequences in a tile": (VALUES._replace(batch=11, tokens=13),),
+    "sequences longer than a tile": (VALUES._replace(tokens=203),),
+    "narrowest heads": (VALUES._replace(heads=3, head_dim=8),),
+    "narrow heads": (VALUES._replace(heads=5, head_dim=32),),
+    "heads of no power of two": (VALUES._replace(heads=3, head_dim=72, tokens=9),),
+    "wide heads": (VALUES._replace(heads=3, head_dim=128, tokens=9),),
+    "lengths": (VALUES._replace(batch=5, tokens=29, removal="lengths"),),
+    "keep": (VALUES._replace(batch=3, tokens=21, removal="keep"),),
+    "lengths and keep": (VALUES._replace(batch=3, tokens=70, removal="lengths keep"),),
+    # Values of a width of their own, hence with tiles before or after the keys'; fewer key heads.
+    "behind queries and keys": (
+        Member(1, 70, 4, 64, 72, neighbours(64)),
+        Member(3, 45, 2, 64, 72, halves(64), torch.int32),
+        Member(3, 45, 2, 64, 40, removal="keep"),
+    ),
+    "deepest": (
+        Member(1, 70, 4, 32, 72, neighbours(32)),
+        Member(2, 45, 2, 32, 72, neighbours(32)),
+        Member(2, 45, 2, 32, 136, removal="lengths"),
+    ),
+}
+
+
+@pytest.mark.parametrize("tile", range(1, len(TILES)), ids=TF32_TILES)
+@pytest.mark.parametrize("name", TRANSPOSED)
+def test_values_are_written_transposed_as_well(kernel: ModuleType, name: str, tile: int) -> None:
+    assert_right(kernel, TRANSPOSED[name], tile, torch.float32, num_sms=1 + tile % 2, seed=tile)
+
+
+def test_no_values_to_transpose(kernel: ModuleType) -> None:
+    assert_right(kernel, (VALUES._replace(batch=0), Member(spec=neighbours(64))), 3, torch.float32)
+    assert_right(kernel, (VALUES._replace(tokens=0),), -1, torch.float32)
+
+
+@pytest.mark.parametrize(
+    "member, dtype",
+    [(VALUES, torch.bfloat16), (VALUES._replace(spec=neighbours(64)), torch.float32)],
+)
+def test_nothing_else_is_transposed(kernel: ModuleType, member: Member, dtype: torch.dtype) -> None:
+    with pytest.raises(RuntimeError, match="unrotated"):
+        assert_right(kernel, (member,), 3, dtype)

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.backends.debugging import aot_eager
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from fused_rope_xattn import grouped, ops, plan, prepare
+from formulas import transposed_values
+from fused_rope_xattn import Norm, ProjectedKV, cross_attention, grouped, ops, plan, prepare
 from fused_rope_xattn.ops import ScoreOptions
 from fused_rope_xattn.planner import GPU
 from fused_rope_xattn.verify.accuracy import assert_accurate
 from fused_rope_xattn.verify.cases import Case
+from pretence import kernels_everywhere
 
 SIDES = (True, True, False)  # need_dq, need_dkv, need_dbias
 
@@ -50,19 +56,151 @@ def backward(
 # ------------------------------------------------------------------------------------- the choice
 
 
-def planned(monkeypatch: pytest.MonkeyPatch, gpu: GPU, D: int, tokens: int) -> tuple[str, ...]:
+H200, A100 = GPU("NVIDIA H200", (9, 0), 132), GPU("NVIDIA A100", (8, 0), 108)
+
+
+@pytest.fixture
+def tf32(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(prepare, "allows_tf32", lambda device: True)
-    x = torch.empty(4, tokens, 128, device="meta")
-    w = torch.empty(4 * D, 128, device="meta")
-    return plan(x, x, w, w, w, None, num_heads=4, path="split", gpu=gpu).kernels
+    prepare._checked.clear()
+    yield
+    prepare._checked.clear()
 
 
-def test_the_plan_says_when_values_are_transposed(monkeypatch: pytest.MonkeyPatch) -> None:
-    hopper, ampere = GPU("NVIDIA H200", (9, 0), 132), GPU("NVIDIA A100", (8, 0), 108)
-    assert planned(monkeypatch, hopper, 64, 300)[-2:] == ("transpose_heads v", "attention_forward")
-    assert "transpose_heads v" not in planned(monkeypatch, hopper, 136, 300)
-    assert "transpose_heads v" not in planned(monkeypatch, hopper, 64, 100)
-    assert "transpose_heads v" not in planned(monkeypatch, ampere, 64, 300)
+@pytest.fixture
+def on_h200(tf32: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """CPU tensors take the way of a Hopper's, to the operators' CPU kernels."""
+    monkeypatch.setattr(grouped, "is_taken", lambda p: grouped.obstacle(p) is None)
+    yield from kernels_everywhere(monkeypatch)
+
+
+def call(
+    D: int = 64, tokens: int = 300, width: int = 128, device: str = "meta", **options: Any
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    x, x_value = (torch.randn(4, tokens, w, device=device) for w in (128, width))
+    w, w_v = (torch.randn(4 * D, depth, device=device) / 12 for depth in (128, width))
+    return (x, x, w, w, w_v, None), {"num_heads": 4, "path": "split", "x_value": x_value, **options}
+
+
+def planned(gpu: GPU, **fields: Any) -> tuple[str, ...]:
+    args, options = call(**fields)
+    return plan(*args, **options, gpu=gpu).kernels
+
+
+@pytest.mark.usefixtures("tf32")
+def test_the_plan_says_when_values_are_transposed() -> None:
+    """By a launch of its own where the one of projections does not make them."""
+    alone = "transpose_heads v", "attention_forward"
+    assert planned(H200) == ("project_group q k v", "attention_forward")
+    assert planned(H200, rope=None) == ("gemm q", "gemm k", "gemm v", *alone)
+    assert planned(H200, width=132) == ("project_group q k", "gemm v", *alone)
+    normed = planned(H200, k_norm=Norm("rms"))
+    assert normed == ("project_group q v", "gemm k", "norm_rope k", "attention_forward")
+    (x, _, w, *_), options = call(x_value=None)
+    kv = ProjectedKV(*(torch.empty(4, 4, 300, 64, device="meta") for _ in "kv"))
+    cached = plan(x, kv, w, None, None, None, **options, gpu=H200).kernels
+    assert cached == ("project_group q", *alone)
+    for gpu, fields in [(H200, {"D": 136}), (H200, {"tokens": 100}), (A100, {})]:
+        assert "transpose_heads v" not in planned(gpu, **fields)
+
+
+class Attention(TorchDispatchMode):
+    """Values, transposed or None, and the keys that exist, of every attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[Tensor, Tensor | None, ScoreOptions]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._overloadpacket.__name__ == "attention_forward":
+            transposed = args[12] if len(args) > 12 else None
+            self.seen.append((args[2], transposed, ScoreOptions(*args[3:12])))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.usefixtures("on_h200")
+@pytest.mark.parametrize("trains", [False, True])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"kv_lengths": [300, 7, 0, 299]},
+        {"kv_keep_mask": "keys"},
+        {"width": 72, "k_norm": Norm("rms")},
+        {"rope": None},
+        {"width": 132},
+        {"D": 136},
+        {"tokens": 100},
+    ],
+    ids=str,
+)
+def test_the_call_does_what_the_plan_says(fields: dict[str, Any], trains: bool) -> None:
+    args, options = call(device="cpu", **fields)
+    if "kv_lengths" in options:
+        options["kv_lengths"] = torch.tensor(options["kv_lengths"])
+    if "kv_keep_mask" in options:
+        options["kv_keep_mask"] = torch.rand(4, 300) < 0.6
+    kernels = plan(*args, **options, gpu=H200).kernels
+    args[4].requires_grad_(trains)
+    with Attention() as attention, torch.set_grad_enabled(trains):
+        cross_attention(*args, **options)
+    ((v, transposed, scores),) = attention.seen
+    reads = not {"D", "tokens"} & fields.keys()
+    assert (transposed is not None) == (reads and "transpose_heads v" not in kernels)
+    if transposed is not None:
+        exists = torch.ones(v.shape[:2], dtype=torch.bool)
+        if scores.key_keep is not None:
+            exists &= scores.key_keep
+        if scores.kv_lengths is not None:
+            exists &= torch.arange(v.shape[1]) < scores.kv_lengths[:, None]
+        assert torch.equal(transposed, transposed_values(v, exists))
+
+
+@pytest.mark.usefixtures("on_h200")
+def test_transposed_values_compile_with_any_lengths() -> None:
+    graphs: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return aot_eager(graph, inputs)
+
+    compiled = torch.compile(cross_attention, dynamic=True, fullgraph=True, backend=backend)
+    for tokens in (300, 301, 309):
+        args, options = call(tokens=tokens, device="cpu")
+        args[4].requires_grad_()
+        torch.testing.assert_close(compiled(*args, **options), cross_attention(*args, **options))
+    assert len(graphs) == 1
+
+
+@pytest.mark.gpu
+def test_transposed_values_are_read_where_they_are_given() -> None:
+    """As those that the attention makes itself; and these alone, not the values as well."""
+    on_hopper()
+    q, k, v, _ = problem()
+    lengths = torch.tensor([333, 100, 0, 97], dtype=torch.int32, device="cuda")
+    scores = options(64, kv_lengths=lengths)
+    exists = torch.arange(333, device="cuda") < lengths[:, None]
+    transposed = transposed_values(v, exists)
+    want = ops.attention_forward(q, k, v, scores)
+    for values in (v, torch.full_like(v, math.nan)):
+        got = ops.attention_forward(q, k, values, scores, transposed)
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("tf32")
+@pytest.mark.parametrize("fields", [{}, {"rope": None}, {"tokens": 333}], ids=str)
+def test_launches_are_those_of_the_plan(fields: dict[str, Any]) -> None:
+    on_hopper()
+    args, call_options = call(device="cuda", **fields)
+    with torch.no_grad():
+        cross_attention(*args, **call_options)
+        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+            cross_attention(*args, **call_options)
+            torch.cuda.synchronize()
+    launched = [e.key for e in profiler.key_averages() if "transpose_heads" in e.key]
+    steps = plan(*args, **call_options).kernels
+    assert len(launched) == ("transpose_heads v" in steps) == (fields == {"rope": None})
 
 
 @pytest.mark.gpu
@@ -169,3 +307,22 @@ def test_replays_of_a_graph_see_new_values() -> None:
         assert torch.equal(o, ops.attention_forward(q, k, v, scores)[0])
         for a, b in zip(grads, backward(q, k, v, dout, scores, deterministic=True), strict=True):
             assert torch.equal(a, b)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("tf32")
+def test_replays_behind_a_projection_see_new_tokens() -> None:
+    """The attention follows the projection itself, which lets it start at once: nothing is read
+    before that is complete."""
+    on_hopper()
+    args, call_options = call(device="cuda")
+    with torch.no_grad():
+        cross_attention(*args, **call_options)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = cross_attention(*args, **call_options)
+        for _ in range(5):
+            for x in (args[0], call_options["x_value"]):
+                x.copy_(torch.randn_like(x))
+            graph.replay()
+            assert torch.equal(y, cross_attention(*args, **call_options))

@@ -2,8 +2,6 @@
 #include <cuda_runtime.h>
 #include <pybind11/pybind11.h>
 
-#include <stdexcept>
-
 namespace frx {
 // The array that the kernel declares as extern __shared__.
 __align__(1024) unsigned char smem_bytes[hopper::kSmemBytes];
@@ -13,15 +11,11 @@ __align__(1024) unsigned char smem_bytes[hopper::kSmemBytes];
 #include "projection_m192_sm90.cu"
 #include "projection_m64_sm90.cu"
 #include "projection_sm90.cpp"
+#include "projection_tf32_sm90.cu"
 
 namespace py = pybind11;
 
 namespace frx {
-
-void projections_sm90_tf32(const ProjectionGroup90&, const ProjectionPlan&, CUstream_st*) {
-  throw std::runtime_error("the emulator multiplies 16-bit numbers only");
-}
-
 namespace {
 
 template <class T>
@@ -68,7 +62,13 @@ void project(const py::list& members, int dtype, int tile, int num_sms, unsigned
   ProjectionGroup90 group{};
   group.dtype = static_cast<DType>(dtype);
   for (const py::handle& member : members) {
-    group.members[group.count++] = projection_of(member.cast<py::dict>());
+    const py::dict fields = member.cast<py::dict>();
+    GroupedProjection& p = group.members[group.count++] = projection_of(fields);
+    if (!fields.contains("transposed")) continue;
+    p.is_transposed = true;
+    group.transposed = {static_cast<float*>(address(fields, "transposed")),
+                        static_cast<const int32_t*>(address(fields, "lengths")),
+                        static_cast<const bool*>(address(fields, "keep"))};
   }
   run_projections_sm90(group, tile, nullptr);
 }

@@ -5,9 +5,10 @@
 #include <cstdint>
 
 struct CUtensorMap {
-  const uint16_t* data;
+  const char* data;
   int64_t rows, width;
   int box_rows, box_width;
   int half = 0, box_chunks = 0;
   int64_t token_stride = 0, head_stride = 0, batch_stride = 0;  // token_stride 0: a matrix
+  int element_bytes = 2;                                        // 4: rounded to TF32
 };

@@ -30,6 +30,14 @@ inline void mbarrier_wait(uint64_t& barrier, uint32_t parity) {
 
 inline void prefetch_tensormap(const CUtensorMap&) {}
 
+// To nearest, halves away from zero.
+inline void round_to_tf32(unsigned char* number) {
+  uint32_t bits;
+  std::memcpy(&bits, number, 4);
+  bits = (bits + 0x1000) & ~0x1FFFu;
+  std::memcpy(number, &bits, 4);
+}
+
 // The copy lands when the scheduler says so. row_of(i) is the matrix' row that is the box's i-th.
 template <class RowOf>
 void copy_box(void* destination, const CUtensorMap& map, uint64_t& barrier, int c0, RowOf row_of) {
@@ -42,12 +50,16 @@ void copy_box(void* destination, const CUtensorMap& map, uint64_t& barrier, int 
         const int64_t r = row_of(row), c = static_cast<int64_t>(c0) + column;
         const bool exists = r >= 0 && r < m.rows && c >= 0 && c < m.width;
         const int64_t stride = m.token_stride == 0 ? m.width : m.token_stride;
-        const uint16_t value = exists ? m.data[r * stride + c] : 0;
-        std::memcpy(hopper::smem + hopper::swizzled(start + row * 128 + column * 2), &value, 2);
+        const int size = m.element_bytes;
+        unsigned char* const to =
+            hopper::smem + hopper::swizzled(start + row * 128 + column * size);
+        std::memset(to, 0, size);
+        if (exists) std::memcpy(to, m.data + (r * stride + c) * size, size);
+        if (size == 4) round_to_tf32(to);
       }
     }
     hopper::Mbarrier& full = hopper::mbarrier(&barrier);
-    full.bytes -= int64_t{2} * m.box_rows * m.box_width;
+    full.bytes -= int64_t{m.element_bytes} * m.box_rows * m.box_width;
     full.finish();
   });
 }
@@ -55,7 +67,7 @@ void copy_box(void* destination, const CUtensorMap& map, uint64_t& barrier, int 
 inline void cp_async_bulk_tensor_4d(void* destination, const CUtensorMap& map, uint64_t& barrier,
                                     int c0, int c1, int c2, int c3) {
   CUtensorMap of_head = map;
-  of_head.data += c2 * map.head_stride + c3 * map.batch_stride;
+  of_head.data += (c2 * map.head_stride + c3 * map.batch_stride) * map.element_bytes;
   copy_box(destination, of_head, barrier, c0, [c1](int row) { return int64_t{c1} + row; });
 }
 
@@ -133,6 +145,14 @@ inline void stmatrix_x4_transposed(uint32_t address, const uint32_t (&x)[4]) {
       std::memcpy(hopper::smem + row + 2 * column, &value, 2);
     }
   }
+}
+
+inline void st_global_v2(void* destination, float2 x) {
+  hopper::check_store();
+  if (reinterpret_cast<uintptr_t>(destination) % 8 != 0) {
+    throw std::runtime_error("a store is not 8-byte aligned");
+  }
+  std::memcpy(destination, &x, sizeof(x));
 }
 
 inline void st_global_v4(void* destination, uint4 x) {

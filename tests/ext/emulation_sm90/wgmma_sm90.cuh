@@ -63,7 +63,7 @@ float half_of(uint32_t word) {
 // Element k of a row of an operand. Either k is contiguous; or rows are, 64 of them beside each
 // other, the next 64 leading bytes further on. Eight of what lies across make the repeating unit.
 // Without swizzle: core matrices, leading bytes apart along k and stride bytes across.
-template <bool kRowsContiguous>
+template <bool kRowsContiguous, int kBytes = 2>
 uint32_t operand_address(SmemDescriptor d, int row, int k) {
   const uint32_t start = (d.low & 0x3FFF) << 4, leading = (d.low >> 16 & 0x3FFF) << 4;
   const uint32_t stride = (d.high & 0x3FFF) << 4;
@@ -73,13 +73,16 @@ uint32_t operand_address(SmemDescriptor d, int row, int k) {
   }
   return hopper::swizzled(
       start + (kRowsContiguous ? row / 64 * leading + k / 8 * stride + k % 8 * 128 + row % 64 * 2
-                               : row / 8 * stride + row % 8 * 128 + k * 2));
+                               : row / 8 * stride + row % 8 * 128 + k * kBytes));
 }
 
 template <class Element, bool kRowsContiguous>
 float operand(SmemDescriptor d, int row, int k) {
   if constexpr (std::is_same_v<Element, Tf32>) {
-    throw std::runtime_error("the emulator's products are of 16-bit numbers");
+    if (kRowsContiguous) throw std::runtime_error("a TF32 operand whose rows are contiguous");
+    float x;
+    std::memcpy(&x, hopper::smem + operand_address<false, 4>(d, row, k), 4);
+    return x;
   } else {
     uint16_t bits;
     std::memcpy(&bits, hopper::smem + operand_address<kRowsContiguous>(d, row, k), 2);
@@ -89,21 +92,23 @@ float operand(SmemDescriptor d, int row, int k) {
 
 template <class Element, int kColumns>
 struct Wgmma {
+  static constexpr int kDepth = std::is_same_v<Element, Tf32> ? 8 : 16;
+
   template <bool kColumnsContiguous = false, bool kRowsContiguous = false>
   static void ss(float (&d)[kColumns / 2], SmemDescriptor a, SmemDescriptor b, bool accumulate) {
     const int thread = hopper::block().running % 128, lane = thread % 32;
     float* const out = d;
     hopper::self().open_group.push_back([=] {
       for (int i = 0; i < 2; ++i) {
-        float of_a[16];
-        for (int k = 0; k < 16; ++k) {
+        float of_a[kDepth];
+        for (int k = 0; k < kDepth; ++k) {
           const int row = thread / 32 * 16 + lane / 4 + 8 * i;
           of_a[k] = operand<Element, kRowsContiguous>(a, row, k);
         }
         for (int n = 0; n < kColumns / 8; ++n) {
           for (int e = 0; e < 2; ++e) {
             float sum = accumulate ? out[4 * n + 2 * i + e] : 0.f;
-            for (int k = 0; k < 16; ++k) {
+            for (int k = 0; k < kDepth; ++k) {
               const int column = 8 * n + 2 * (lane % 4) + e;
               sum += of_a[k] * operand<Element, kColumnsContiguous>(b, column, k);
             }
