@@ -80,9 +80,9 @@ struct TileFacts {
   RowAngles<Config> rows;
   PairAngle pairs[Config::kChunks][4];    // of lane t of a quad, in each chunk
   CosSin eight_rows[Config::kChunks][4];  // what eight positions turn each pair by
-  bool counts;                            // rows are positions that follow each other
-  float bias[Config::kColumns];
+  alignas(8) float bias[Config::kColumns];
   int columns[Config::kChunks];  // where each chunk starts in the result; negative: nowhere
+  bool counts;                   // rows are positions that follow each other
 };
 
 template <class Config>

@@ -19,13 +19,13 @@
 
 using cudaStream_t = struct CUstream_st*;
 
-struct uint4 {
+struct alignas(16) uint4 {
   uint32_t x, y, z, w;
 };
-struct float2 {
+struct alignas(8) float2 {
   float x, y;
 };
-struct float4 {
+struct alignas(16) float4 {
   float x, y, z, w;
 };
 inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }

@@ -29,6 +29,7 @@ constexpr int kWarp = 32;
 constexpr size_t kStackBytes = 96 * 1024;
 constexpr size_t kSmemBytes = 227 * 1024;
 inline unsigned char* smem = nullptr;  // the array behind the kernels' extern __shared__
+inline bool is_misaligned = false;     // an access was, which would have stopped a GPU
 
 struct Index {
   unsigned x = 0, y = 0, z = 0;
@@ -318,6 +319,7 @@ inline void run_grid(int64_t blocks, int threads, size_t smem_bytes, std::functi
   constexpr unsigned char kPoison = 0xFF;
   if (smem_bytes > kSmemBytes) throw std::runtime_error("more shared memory than a block may have");
   std::mt19937 random(seed());
+  is_misaligned = false;
   cluster() = {std::vector<Block>(cluster_size)};
   for (Block& b : cluster().blocks) {
     b.fibers = std::vector<Fiber>(threads);
@@ -345,9 +347,16 @@ inline void run_grid(int64_t blocks, int threads, size_t smem_bytes, std::functi
     }
   }
   cluster() = {std::vector<Block>(1)};
+  if (is_misaligned) throw std::runtime_error("an access is not aligned to its type");
 }
 
 // 128-byte swizzle: 16-byte pieces of a row are permuted by the row's number within eight.
 inline uint32_t swizzled(uint32_t address) { return address ^ ((address >> 7 & 7) << 4); }
 
 }  // namespace hopper
+
+// What the compiler calls in front of every access that is not aligned (-fsanitize=alignment). It
+// may not throw.
+extern "C" [[gnu::used]] inline void __ubsan_handle_type_mismatch_v1(void*, uintptr_t) {
+  hopper::is_misaligned = true;
+}
