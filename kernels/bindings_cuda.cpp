@@ -53,8 +53,11 @@ std::tuple<Tensor, Tensor, Tensor> attend(const Tensor& q_any, const Tensor& k_a
   if (plan.v_transposed_floats > 0) {
     p.has_transposed = v_transposed.has_value();
     if (!p.has_transposed) v_transposed = empty(q, {plan.v_transposed_floats}, ScalarType::Float);
-    STD_TORCH_CHECK(v_transposed->numel() == plan.v_transposed_floats,
-                    "fused_rope_xattn: transposed values of other sizes than the values");
+    STD_TORCH_CHECK(v_transposed->scalar_type() == ScalarType::Float &&
+                        v_transposed->is_contiguous() &&
+                        v_transposed->get_device_index() == q.get_device_index() &&
+                        v_transposed->numel() == plan.v_transposed_floats,
+                    "fused_rope_xattn: transposed values are not what project_group makes of v");
     p.v_transposed = data_as<float>(v_transposed);
   }
   if (plan.num_splits > 1) {

@@ -163,7 +163,7 @@ __device__ __forceinline__ void attend_keys(const AttentionForwardParams& p, boo
   const auto* k = static_cast<const Element*>(p.k.data) + offset_in(p.k, b, 0, kv_head) + column;
   const auto* v = static_cast<const Element*>(p.v.data) + offset_in(p.v, b, 0, kv_head) + column;
   const char* k_bytes = settled(reinterpret_cast<const char*>(k));
-  const char* v_bytes = settled(reinterpret_cast<const char*>(v));
+  const char* v_bytes = reinterpret_cast<const char*>(v);
   const int64_t k_token_bytes = p.k.token_stride * kBytes,
                 v_token_bytes = p.v.token_stride * kBytes;
 
@@ -318,21 +318,35 @@ __device__ __forceinline__ void merge_parts(const AttentionForwardParams& p, con
   if (share.splits > 1) sync_cluster();  // every block has read what it needs of this one
 }
 
+// What a block attends to.
+struct AttentionTile {
+  KeyShare share;
+  int b, h;
+  int first_query;
+};
+
+__device__ __forceinline__ AttentionTile locate_tile(const BlockAttentionParams& p, int block) {
+  const int splits = 1 << p.log2_key_splits, tile = block >> p.log2_key_splits;
+  const int batch_head = quotient(tile, p.query_tiles);
+  const int b = quotient(batch_head, p.heads);
+  return {{block & (splits - 1), splits},
+          b,
+          batch_head - b * static_cast<int>(p.heads.value),
+          (tile - batch_head * static_cast<int>(p.query_tiles.value)) * kBlockTileQueries};
+}
+
 template <class Shape>
-__device__ __forceinline__ void attend_tile(const BlockAttentionParams& block, int tile,
-                                            const KeyShare& share,
+__device__ __forceinline__ void attend_tile(const BlockAttentionParams& block,
                                             typename Shape::SharedStorage& shared) {
   using Element = typename Shape::Element;
   const AttentionForwardParams& p = block.attention;
-  const int batch_head = quotient(tile, block.query_tiles);
-  const int first_query = (tile - batch_head * block.query_tiles.value) * Shape::kQueries;
-  const int b = quotient(batch_head, block.heads), h = batch_head - b * block.heads.value;
-  const HeadScores scores(p.sizes, p.scores, b, h, kScoreUnit<Element>);
+  const AttentionTile at = locate_tile(block, blockIdx.x);
+  const HeadScores scores(p.sizes, p.scores, at.b, at.h, kScoreUnit<Element>);
 
   float o[1][Shape::kOutTiles][4] = {};
   typename Shape::Softmax softmax;
-  attend_keys<Shape>(p, block.has_finished_keys, share, scores, shared, b, h,
-                     quotient(h, block.heads_a_kv_head), first_query, o, softmax);
+  attend_keys<Shape>(p, block.has_finished_keys, at.share, scores, shared, at.b, at.h,
+                     quotient(at.h, block.heads_a_kv_head), at.first_query, o, softmax);
   __syncthreads();  // every warp is done with its chunks, which the parts replace
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -351,7 +365,9 @@ __device__ __forceinline__ void attend_tile(const BlockAttentionParams& block, i
     }
   }
   __syncthreads();  // all parts are written
-  merge_parts<Shape>(p, share, shared, b, h, first_query);
+  // Worked out again instead of kept in registers
+  const AttentionTile to = locate_tile(block, opaque(blockIdx.x));
+  merge_parts<Shape>(p, to.share, shared, to.b, to.h, to.first_query);
 }
 
 }  // namespace frx

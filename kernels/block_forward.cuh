@@ -45,8 +45,7 @@ __global__ __launch_bounds__(kBlockThreads, kAttentionBlocks<Op, kD>) void block
   using Shape = BlockAttentionShape<Op, kD>;
   extern __shared__ __align__(16) char smem[];
   auto& shared = *reinterpret_cast<typename Shape::SharedStorage*>(smem);
-  const int splits = 1 << p.log2_key_splits, block = blockIdx.x;
-  attend_tile<Shape>(p, block >> p.log2_key_splits, {block & (splits - 1), splits}, shared);
+  attend_tile<Shape>(p, shared);
 }
 
 // What a kernel takes of the shared memory that it may need: little leaves room for blocks of the

@@ -135,8 +135,10 @@ __device__ __forceinline__ void load_right(typename Op::B (&b)[2], Tile tile, in
 #pragma unroll
       for (int half = 0; half < kHalves; ++half) {
         const int row = Op::kK * k_step + 8 * half;
-        const uint32_t first = load_shared_word(tile.lane_address(row, column + 8 * n, lane));
-        const uint32_t second = load_shared_word(tile.lane_address(row + 4, column + 8 * n, lane));
+        // Where registers are short, a lane's part of the address is found anew.
+        const int mine = Op::kSplits ? opaque(lane) : lane;
+        const uint32_t first = load_shared_word(tile.lane_address(row, column + 8 * n, mine));
+        const uint32_t second = load_shared_word(tile.lane_address(row + 4, column + 8 * n, mine));
         if constexpr (std::is_base_of_v<Bf16x6Op, Op>) {
           uint32_t parts[3];
           Op::split(parts, first, second);
@@ -338,11 +340,12 @@ __device__ __forceinline__ void multiply_gemm_tile(const GemmTask& p, int first_
   const bool removes_tokens = p.kv_lengths != nullptr || p.key_keep != nullptr;
   const bool is_left_whole = is_deep && first_row + Shape::kM <= p.rows;
   const bool is_right_whole = is_deep && first_column + Shape::kN <= p.columns;
-  // Copiers that move on from stage to stage, and from the first term to the second
+  // Copiers that move on from stage to stage, and from the first term to the second; where
+  // registers are short the right one is made anew instead.
   auto right_copier = [&](int term) {
     return DepthCopier<RightTile, kDepth, Shape::kThreads>(
         static_cast<const Element*>(p.terms[term].right) + first_column, p.depth, p.columns,
-        p.columns - first_column, thread);
+        p.columns - first_column, Op::kSplits ? opaque(thread) : thread);
   };
   auto left_copier = [&](int term) {
     return make_left_copier<Shape, kTransposed>(p, static_cast<const Element*>(p.terms[term].left),
@@ -353,12 +356,17 @@ __device__ __forceinline__ void multiply_gemm_tile(const GemmTask& p, int first_
   auto load_right_stage = [&](int i, int slot) {
     if (i >= num_stages || !has_right) return;
     const uint32_t tile = shared_address(shared.stages[slot].right);
+    const int start = (i < term_stages ? i : i - term_stages) * kDepth;
+    if constexpr (Op::kSplits) {
+      right = right_copier(i >= term_stages);
+      right.advance(start);
+    }
     if (removes_tokens) {
-      const int start = (i < term_stages ? i : i - term_stages) * kDepth;
       right.copy_rows(tile, 0, [&](int row) { return token_exists(p, start + row); });
     } else {
       right.copy(tile, 0, is_right_whole);
     }
+    if constexpr (Op::kSplits) return;
     right.advance(kDepth);
     if (i + 1 == term_stages && i + 1 < num_stages) right = right_copier(1);
   };

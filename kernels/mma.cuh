@@ -155,11 +155,12 @@ struct Tf32Op {
 
   template <class Tile>
   static __device__ void load_b_transposed(B (&b)[2], Tile tile, int k_step, int column, int lane) {
+    const int row = 8 * k_step + 2 * (lane % 4);
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        b[n].r[i] = load_shared_word(tile.lane_address(8 * k_step, i, column + 8 * n, lane));
+        b[n].r[i] = load_shared_word(tile.element_address(row + i, column + 8 * n + lane / 4));
       }
     }
   }

@@ -44,6 +44,8 @@ struct ProjectionConfig {
   // Facts of a consumer's next tile are written down while it finishes the last one, where shared
   // memory has room for both.
   static constexpr int kFactSets = kRows > 128 ? 1 : 2;
+  // A lane's second row is turned on from its first, for which 192 rows have no registers.
+  static constexpr bool kMovesOn = kRows <= 128;
   static constexpr int kChunks = kColumns / kChunkColumns;
   static constexpr int kUnits = kColumns / kUnitColumns;
   static constexpr uint32_t kRowBytes = kDepthBytes;
@@ -442,7 +444,7 @@ __device__ __forceinline__ void finish_tile(
       for (int u = 0; u < kStepUnits; ++u) {
         const PairAngle* const pairs = &facts.pairs[2 * (first_unit + u)][t];
         auto& turn = turns[u];
-        if (Source::kMovesOn && half > 0 && facts.counts) {
+        if (Source::kMovesOn && Config::kMovesOn && half > 0 && facts.counts) {
           Source::move_on(turn, &facts.eight_rows[2 * (first_unit + u)][t]);
         } else {
           Source(p, pairs).find(turn, pairs, facts.rows, 16 * warp + g + row);

@@ -31,18 +31,6 @@ struct SmemTile {
   __device__ __forceinline__ uint32_t element_address(int row, int column) const {
     return address(row, column / kChunkElements) + column % kChunkElements * sizeof(Element);
   }
-  // The fp32 element of row `row` + 2t + odd, column `column` + g for lane (g, t); multiples of 8.
-  // The swizzle is the lane's alone, so that its part of all addresses is found once.
-  __device__ __forceinline__ uint32_t lane_address(int row, int odd, int column, int lane) const {
-    const int g = lane / 4, t = lane % 4;
-    if constexpr (sizeof(Element) != 4 || kChunks < 8) {
-      return element_address(row + 2 * t + odd, column + g);
-    }
-    const int in_line = (16 * (g / 4) ^ (32 * t + 16 * odd)) + 4 * (g % 4);
-    return static_cast<uint32_t>(__cvta_generic_to_shared(data)) +
-           (row + 2 * t + odd) * static_cast<int>(kD * sizeof(Element)) +
-           (in_line ^ 4 * column % 128) + column / 32 * 128;
-  }
 };
 
 // Starts the copy of kRows rows of `head_dim` elements. Rows for which row_exists(row) is false and
