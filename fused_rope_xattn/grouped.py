@@ -27,6 +27,12 @@ HALF_WIDTH_MULTIPLE = 8  # of what lies between the members of a pair of halves
 LARGEST_HEAD_DIM = 256
 MOST_AXES = 3
 
+# Where the attention of a Hopper takes its own instructions in TF32, as kernels/attention_sm90.cpp
+# decides.
+LARGEST_TF32_HEAD_DIM = 128
+FEWEST_TF32_QUERIES = 64
+LEAST_TF32_FLOPS = 200_000_000
+
 
 def obstacle(p: Projection) -> str | None:
     """Why the grouped kernel cannot take a projection on a Hopper, None if it can."""
@@ -74,6 +80,13 @@ def select(projections: tuple[Projection, ...], taken: tuple[bool, ...]) -> tupl
     return (False,) * len(projections)
 
 
+def tf32_pays(batch: int, heads: int, queries: int, keys: int, head_dim: int) -> bool:
+    """Whether a Hopper's attention reads values transposed; else the portable kernel multiplies."""
+    flops = 4 * batch * heads * queries * keys * head_dim
+    is_large = queries >= FEWEST_TF32_QUERIES and flops >= LEAST_TF32_FLOPS
+    return bool(is_large and head_dim <= LARGEST_TF32_HEAD_DIM)
+
+
 def project(
     q: Projection | None,
     k: Projection | None,
@@ -83,8 +96,8 @@ def project(
 ) -> tuple[list[Tensor], Tensor | None]:
     """Heads [B, T, H, D] of each projection that is given, in one launch.
 
-    ``transposed_for``: of an attention that reads values transposed. These come last, if ``v`` is
-    given.
+    ``transposed_for``: the scores of an attention that reads values transposed. These are the
+    second result, if ``v`` is given.
     """
     members = _member(q), _member(k), _member(v)
     if v is None or transposed_for is None:

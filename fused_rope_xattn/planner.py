@@ -220,7 +220,7 @@ def _split_kernels(prepared: Prepared, gpu: GPU) -> tuple[str, ...]:
             steps.append(f"norm_rope {name}")
     if is_hopper and config.tf32 and not chosen.get("v", False):  # else the group writes both
         sizes = prepared.problem
-        if split.tf32_pays(sizes.B, sizes.H, sizes.Tq, sizes.Tk, sizes.D):
+        if grouped.tf32_pays(sizes.B, sizes.H, sizes.Tq, sizes.Tk, sizes.D):
             steps.append("transpose_heads v")
     steps += ["token_sums", "token_values"] if over_tokens else ["attention_forward"]
     if t.w_out is not None:

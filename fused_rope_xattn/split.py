@@ -73,12 +73,6 @@ class Activations(NamedTuple):
     u_rest: Tensor | None = None  # what rounding took from u
 
 
-# Where the attention of a Hopper takes its own instructions in TF32, as kernels/attention_sm90.cpp
-# decides.
-LARGEST_TF32_HEAD_DIM = 128
-FEWEST_TF32_QUERIES = 64
-LEAST_TF32_FLOPS = 200_000_000
-
 _Group = TypeVar("_Group", BlockTensors, Activations)
 
 
@@ -301,19 +295,12 @@ def value_projection(config: BlockConfig, t: BlockTensors) -> Projection:
     return Projection(x, t.w_v, t.b_v, num_heads=config.num_kv_heads, tf32=config.tf32)
 
 
-def tf32_pays(batch: int, heads: int, queries: int, keys: int, head_dim: int) -> bool:
-    """Whether a Hopper reads values transposed; else the portable kernel multiplies in TF32."""
-    flops = 4 * batch * heads * queries * keys * head_dim
-    is_large = queries >= FEWEST_TF32_QUERIES and flops >= LEAST_TF32_FLOPS
-    return bool(is_large and head_dim <= LARGEST_TF32_HEAD_DIM)
-
-
 def _reads_transposed_values(config: BlockConfig, t: BlockTensors) -> bool:
     """Whether the attention does, on a Hopper, of values that are projected here."""
     if not config.tf32 or t.w_v is None or torch.compiler.is_exporting():
         return False  # an exported program must not depend on how its lengths compare to these
     (batch, queries, _), head_dim = t.x_query.shape, t.w_v.shape[0] // config.num_kv_heads
-    return tf32_pays(batch, config.num_heads, queries, t.x_kv.shape[1], head_dim)
+    return grouped.tf32_pays(batch, config.num_heads, queries, t.x_kv.shape[1], head_dim)
 
 
 def turned_back(p: Projection) -> tuple[Projection, ops.Turning]:

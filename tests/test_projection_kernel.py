@@ -253,6 +253,17 @@ def test_heads_that_share_angles(kernel: ModuleType, name: str, tile: int) -> No
     assert_right(kernel, SHARING[name], tile, dtype, num_sms=1, seed=tile)
 
 
+@pytest.mark.parametrize("tile", range(len(TILES)), ids=TILES)
+@pytest.mark.parametrize("spec", [neighbours(64), halves(64), neighbours(24), halves(32)])
+@pytest.mark.parametrize("heads", [3, 4])
+def test_tiles_whose_positions_count(
+    kernel: ModuleType, heads: int, spec: RotationSpec, tile: int
+) -> None:
+    """Whole tiles within a sequence, whose second rows are turned on from the first, and others."""
+    member = Member(tokens=430, heads=heads, depth=8, spec=spec)
+    assert_right(kernel, (member,), tile, torch.bfloat16, num_sms=1, seed=tile)
+
+
 def test_these_heads_share_angles(plans: ModuleType) -> None:
     """Else the test above would pass without what it is there for."""
     for members, tile in itertools.product(SHARING.values(), TILES):

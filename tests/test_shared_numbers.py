@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fused_rope_xattn import ops, split
+from fused_rope_xattn import grouped, ops
 
 KERNELS = Path(__file__).resolve().parents[1] / "kernels"
 
@@ -17,8 +17,8 @@ KERNELS = Path(__file__).resolve().parents[1] / "kernels"
     [
         ("bindings_cuda.cpp", "kMaxNormPartials", ops.MAX_NORM_PARTIALS),
         ("plan.h", "kMaxRowSumKeys", ops.MAX_ROW_SUM_KEYS),
-        ("attention_sm90.cpp", "kMinQueries", split.FEWEST_TF32_QUERIES),
-        ("attention_sm90.cpp", "kMinFlops", split.LEAST_TF32_FLOPS),
+        ("attention_sm90.cpp", "kMinQueries", grouped.FEWEST_TF32_QUERIES),
+        ("attention_sm90.cpp", "kMinFlops", grouped.LEAST_TF32_FLOPS),
     ],
 )
 def test_they_are_the_same(source: str, name: str, value: float) -> None:

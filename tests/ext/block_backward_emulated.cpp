@@ -33,6 +33,7 @@ void prepare(unsigned seed, const py::object& function) {
   hopper::smem = reinterpret_cast<unsigned char*>(frx::smem);
   hopper::seed() = seed;
   hopper::written_in_chain().clear();
+  hopper::says_so_last = true;
   // Before the first launch of a call anything may be unfinished.
   hopper::previous() = {};
   hopper::previous().end = reinterpret_cast<const char*>(UINTPTR_MAX);

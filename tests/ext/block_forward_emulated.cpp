@@ -63,6 +63,7 @@ void prepare(unsigned seed, const Ranges& copied, const Ranges& unfinished) {
   hopper::seed() = seed;
   hopper::readable() = ranges_of(copied);
   hopper::written_in_chain() = ranges_of(unfinished);
+  hopper::says_so_last = true;
 }
 
 // sizes: rows, columns, depth, log2 of the head dim, tokens; rotation: rotary_dim, axes,
@@ -114,6 +115,7 @@ void run_projections(const std::string& dtype, const std::vector<ProjectionParam
                      const std::vector<int>& tile, bool follows_kernel, const Ranges& copied,
                      const Ranges& unfinished, unsigned seed) {
   prepare(seed, copied, unfinished);
+  hopper::says_so_last = !follows_kernel;  // the last kernel of a call says so at once
   ProjectionGroup group{};
   group.tile_rows = tile[0];
   group.tile_columns = tile[1];

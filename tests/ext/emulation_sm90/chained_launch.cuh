@@ -8,7 +8,11 @@
 namespace frx {
 
 inline void wait_for_previous_kernel() { hopper::self().has_waited = true; }
-inline void let_next_kernel_start() {}
+inline void let_next_kernel_start() {
+  if (hopper::says_so_last && !hopper::self().has_waited) {
+    throw std::runtime_error("a thread lets the next kernel start before it has waited");
+  }
+}
 
 template <class Params>
 bool waits_for_previous_kernel(void (*)(Params), const char*) {

@@ -130,6 +130,10 @@ inline Previous& previous() {
   return instance;
 }
 
+// Whether a thread must have waited before it lets the next kernel start, so that what it has
+// waited for is complete for that one as well.
+inline bool says_so_last = false;
+
 // What kernels of a chain write for later ones, whichever of them: the same holds at each launch.
 inline std::vector<Range>& written_in_chain() {
   static std::vector<Range> instance;
