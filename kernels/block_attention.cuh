@@ -163,7 +163,7 @@ __device__ __forceinline__ void attend_keys(const AttentionForwardParams& p, boo
   const auto* k = static_cast<const Element*>(p.k.data) + offset_in(p.k, b, 0, kv_head) + column;
   const auto* v = static_cast<const Element*>(p.v.data) + offset_in(p.v, b, 0, kv_head) + column;
   const char* k_bytes = settled(reinterpret_cast<const char*>(k));
-  const char* v_bytes = reinterpret_cast<const char*>(v);
+  const char* v_bytes = settled(reinterpret_cast<const char*>(v));
   const int64_t k_token_bytes = p.k.token_stride * kBytes,
                 v_token_bytes = p.v.token_stride * kBytes;
 
