@@ -2,7 +2,7 @@
 // launch, Hopper and newer; a plain launch elsewhere).
 #pragma once
 
-#include "device.h"
+#include "kernel_state.h"
 #include "launch.h"
 
 namespace frx {
@@ -23,17 +23,9 @@ __device__ __forceinline__ void let_next_kernel_start() {
 #endif
 }
 
-// Whether the code that runs here was compiled with the waiting, and with clusters, in it: PTX of
-// an older architecture that the driver translated for this GPU was not.
 template <class Params>
 bool waits_for_previous_kernel(void (*kernel)(Params), const char* name) {
-  constexpr int kFirstDriver = 12030;  // older ones do not capture such a launch in a graph
-  int driver = 0;
-  check_cuda(cudaDriverGetVersion(&driver), name);
-  if (current_gpu().capability < 90 || driver < kFirstDriver) return false;
-  cudaFuncAttributes attributes;
-  check_cuda(cudaFuncGetAttributes(&attributes, kernel), name);
-  return attributes.ptxVersion >= 90;
+  return state_of_kernel(kernel).waits_for_previous_kernel(name);
 }
 
 // The first kernel of a call waits for whatever precedes it in the stream. cluster: how many
@@ -41,11 +33,12 @@ bool waits_for_previous_kernel(void (*kernel)(Params), const char* name) {
 template <class Params>
 void launch_chained(void (*kernel)(Params), const char* name, int64_t blocks, int threads,
                     size_t smem_bytes, cudaStream_t stream, const Params& params, int cluster = 1) {
-  if (blocks == 0 || blocks > INT32_MAX || !waits_for_previous_kernel(kernel, name)) {
+  KernelState& state = state_of_kernel(kernel);
+  if (blocks == 0 || blocks > INT32_MAX || !state.waits_for_previous_kernel(name)) {
     return launch(kernel, name, blocks, threads, smem_bytes, stream, params);
   }
-  allow_smem(kernel, name, smem_bytes);
-  prefer_shared_memory(kernel, name);
+  state.allow_smem(name, smem_bytes);
+  state.prefer_shared_memory(name);
   cudaLaunchAttribute attributes[2];
   attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attributes[0].val.programmaticStreamSerializationAllowed = 1;

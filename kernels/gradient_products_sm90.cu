@@ -312,7 +312,6 @@ void launch_sum(const GradientGroup90& group, CUstream_st* stream) {
 template <class Element>
 void launch_gradient_products(const GradientKernelParams& params, CUstream_st* stream) {
   constexpr const char* kName = "gradient_products_sm90";
-  prefer_shared_memory(gradient_products_sm90_kernel<Element>, kName);
   launch_chained(gradient_products_sm90_kernel<Element>, kName, params.group.num_blocks, kThreads,
                  sizeof(GradientStorage), stream, params);
   launch_sum<Element>(params.group, stream);

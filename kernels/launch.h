@@ -8,24 +8,13 @@
 #include <string>
 
 #include "cuda_check.h"
+#include "kernel_state.h"
 
 namespace frx {
 
-// As much of the L1 cache as can be becomes shared memory, so that blocks of a further kernel fit
-// beside this one's.
 template <class Params>
-void prefer_shared_memory(void (*kernel)(Params), const char* name) {
-  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
-                                  cudaSharedmemCarveoutMaxShared),
-             name);
-}
-
-template <class Params>
-void allow_smem(void (*kernel)(Params), const char* name, size_t smem_bytes) {
-  if (smem_bytes <= 48 * 1024) return;
-  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                  static_cast<int>(smem_bytes)),
-             name);
+KernelState& state_of_kernel(void (*kernel)(Params)) {
+  return state_of_kernel(reinterpret_cast<const void*>(kernel));
 }
 
 template <class Params>
@@ -37,7 +26,7 @@ void launch(void (*kernel)(Params), const char* name, int64_t blocks, int thread
                              std::to_string(blocks) + " blocks, more than a grid holds; " +
                              "split the batch");
   }
-  allow_smem(kernel, name, smem_bytes);
+  state_of_kernel(kernel).allow_smem(name, smem_bytes);
   kernel<<<static_cast<unsigned>(blocks), threads, smem_bytes, stream>>>(params);
   check_cuda(cudaGetLastError(), name);
 }

@@ -6,9 +6,6 @@
 namespace frx {
 
 template <class Params>
-void prefer_shared_memory(void (*)(Params), const char*) {}
-
-template <class Params>
 void launch(void (*kernel)(Params), const char*, int64_t blocks, int threads, size_t smem_bytes,
             cudaStream_t, const Params& params, int cluster = 1) {
   hopper::run_grid(blocks, threads, smem_bytes, [&] { kernel(params); }, cluster);
