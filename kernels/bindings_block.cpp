@@ -90,12 +90,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> block_forward(
   attention.lse = static_cast<float*>(lse.data_ptr());
 
   // Output
-  Tensor y = empty(x_query, none, type);
-  if (w_out_any) {
-    w_out = aligned(*w_out_any);
-    y = empty(x_query, {batch, queries, w_out->size(0)}, type);
-    add_projection(p.output, o, *w_out, b_out, y);
-  }
+  if (w_out_any) w_out = aligned(*w_out_any);
+  Tensor y =
+      empty(x_query, w_out ? std::vector<int64_t>{batch, queries, w_out->size(0)} : none, type);
+  if (w_out) add_projection(p.output, o, *w_out, b_out, y);
   if (batch > 0) run_block_forward(p, current_stream(x_query.get_device_index()));
   return {y, q, k, v, o, lse};
 }

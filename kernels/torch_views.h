@@ -2,16 +2,17 @@
 // share.
 #pragma once
 
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <optional>
-#include <stdexcept>
 #include <vector>
 
 #include "params.h"
@@ -36,16 +37,38 @@ inline DType dtype_of(ScalarType type, bool tf32 = false) {
   }
 }
 
-inline Tensor empty(const Tensor& like, std::vector<int64_t> sizes, ScalarType type) {
-  try {
-    return torch::stable::new_empty(like, sizes, type);
-  } catch (const std::runtime_error&) {
-    // The stable ABI loses what torch said. Programs that try again with less look for these words.
-    int64_t elements = 1;
-    for (const int64_t size : sizes) elements *= size;
-    STD_TORCH_CHECK(false, "fused_rope_xattn: CUDA out of memory: no room for a tensor of ",
-                    elements, " elements; free some, or split the batch");
+inline int32_t code_of(ScalarType type) {
+  switch (type) {
+    case ScalarType::Float:
+      return aoti_torch_dtype_float32();
+    case ScalarType::Half:
+      return aoti_torch_dtype_float16();
+    case ScalarType::BFloat16:
+      return aoti_torch_dtype_bfloat16();
+    case ScalarType::Byte:
+      return aoti_torch_dtype_uint8();
+    default:
+      STD_TORCH_CHECK(false, "fused_rope_xattn: kernels make no tensors of such a type");
   }
+}
+
+// Contiguous, by the shim's own function: torch::stable::new_empty looks an operator up by its name
+// and boxes every argument, and a small call, which makes six tensors, feels that.
+inline Tensor empty(const Tensor& like, const std::vector<int64_t>& sizes, ScalarType type) {
+  std::vector<int64_t> strides(sizes.size());
+  int64_t elements = 1;
+  for (size_t axis = sizes.size(); axis-- > 0;) {
+    strides[axis] = elements;
+    elements *= std::max(sizes[axis], int64_t{1});  // as torch: no stride is 0
+  }
+  AtenTensorHandle made = nullptr;
+  const auto failed = aoti_torch_empty_strided(
+      static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(), code_of(type),
+      aoti_torch_device_type_cuda(), like.get_device_index(), &made);
+  // The stable ABI loses what torch said. Programs that try again with less look for these words.
+  STD_TORCH_CHECK(!failed, "fused_rope_xattn: CUDA out of memory: no room for a tensor of ",
+                  elements, " elements; free some, or split the batch");
+  return Tensor(made);
 }
 
 inline void* data_of(const OptionalTensor& t) { return t.has_value() ? t->data_ptr() : nullptr; }

@@ -43,14 +43,16 @@ void prepare(unsigned seed, const py::object& function) {
 }  // namespace
 
 // Whatever a call allocates is written by one of its kernels.
-torch::stable::Tensor torch::stable::new_empty(const Tensor&, const std::vector<int64_t>& sizes,
-                                               headeronly::ScalarType type) {
-  const int index = static_cast<int>(type);
-  const Tensor t =
-      allocate()(sizes, py::module_::import("torch").attr(headeronly::kTypeNames[index]));
+int32_t aoti_torch_empty_strided(int64_t ndim, const int64_t* sizes, const int64_t*, int32_t dtype,
+                                 int32_t, int32_t, AtenTensorHandle* made) {
+  using torch::headeronly::kTypeNames;
+  const std::vector<int64_t> shape(sizes, sizes + ndim);
+  const torch::stable::Tensor t =
+      allocate()(shape, py::module_::import("torch").attr(kTypeNames[dtype]));
   const char* begin = static_cast<const char*>(t.data_ptr());
   hopper::written_in_chain().push_back({begin, begin + t.attr("nbytes").cast<int64_t>()});
-  return t;
+  *made = py::object(t).release().ptr();
+  return 0;
 }
 
 namespace frx {

@@ -3,6 +3,7 @@
 
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/headeronly/core/ScalarType.h>
 
 #include <cstdint>
@@ -14,6 +15,8 @@ namespace torch::stable {
 class Tensor : public pybind11::object {
  public:
   PYBIND11_OBJECT_DEFAULT(Tensor, object, is_tensor)
+
+  explicit Tensor(AtenTensorHandle made) : object(made, stolen_t{}) {}
 
   void* data_ptr() const { return reinterpret_cast<void*>(attr("data_ptr")().cast<uintptr_t>()); }
   std::vector<int64_t> sizes() const { return attr("shape").cast<std::vector<int64_t>>(); }

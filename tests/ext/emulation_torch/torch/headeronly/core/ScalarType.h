@@ -5,9 +5,9 @@
 
 namespace torch::headeronly {
 
-enum class ScalarType { Float, Half, BFloat16, Int, Long, Double };
-constexpr const char* kTypeNames[] = {"float32", "float16", "bfloat16",
-                                      "int32",   "int64",   "float64"};
+enum class ScalarType { Float, Half, BFloat16, Int, Long, Double, Byte };
+constexpr const char* kTypeNames[] = {"float32", "float16", "bfloat16", "int32",
+                                      "int64",   "float64", "uint8"};
 
 }  // namespace torch::headeronly
 
