@@ -242,9 +242,11 @@ def _without_broken_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
 def _attend(a: Arguments, projected: bool) -> Any:
     checked = check_once(a, "block", projected)
     problem, t = checked.problem, block_tensors(a, checked.problem)
-    prepared = Prepared(problem, checked.config, t)
+    config, fused_config = checked.switched()
+    prepared = Prepared(problem, config, t)
     path, reason = planner.choose(prepared, a.path, known=checked.choices)
-    config = checked.switched(fused=path == "fused")
+    if path == "fused":
+        config = fused_config
     if config.dropout_p > 0:
         t = t._replace(seed=draw_seed(problem.device))
     lse: Tensor | None

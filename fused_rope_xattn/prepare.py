@@ -42,20 +42,20 @@ class Checked(NamedTuple):
 
     problem: Problem
     config: BlockConfig  # its switches off: those below say which are on
-    configs: dict[tuple[bool, bool, bool], BlockConfig]  # by tf32, deterministic and fused
+    configs: dict[tuple[bool, bool], tuple[BlockConfig, BlockConfig]]  # by tf32 and deterministic
     choices: dict[tuple[str, bool], Any]  # by path and tf32: what planner.py chose
 
-    def switched(self, fused: bool = False) -> BlockConfig:
-        """The config with the path chosen, and with what torch's global switches say now."""
+    def switched(self) -> tuple[BlockConfig, BlockConfig]:
+        """The config with what torch's global switches say now, and that of the fused path."""
         problem = self.problem
         tf32 = problem.dtype is torch.float32 and allows_tf32(problem.device.type)
-        switches = (tf32, torch.are_deterministic_algorithms_enabled(), fused)
-        config = self.configs.get(switches)
-        if config is None:
-            tf32, deterministic, fused = switches
-            config = self.config._replace(tf32=tf32, deterministic=deterministic, fused=fused)
-            self.configs[switches] = config
-        return config
+        switches = (tf32, torch.are_deterministic_algorithms_enabled())
+        configs = self.configs.get(switches)
+        if configs is None:
+            tf32, deterministic = switches
+            config = self.config._replace(tf32=tf32, deterministic=deterministic)
+            configs = self.configs[switches] = (config, config._replace(fused=True))
+        return configs
 
 
 def prepare(a: Arguments, kind: Kind = "block", projected: bool = False) -> Prepared:
@@ -64,7 +64,8 @@ def prepare(a: Arguments, kind: Kind = "block", projected: bool = False) -> Prep
     ``kind`` and ``projected`` are those of :func:`.inputs.check`.
     """
     checked = check_once(a, kind, projected)
-    return Prepared(checked.problem, checked.switched(), block_tensors(a, checked.problem, kind))
+    config, _ = checked.switched()
+    return Prepared(checked.problem, config, block_tensors(a, checked.problem, kind))
 
 
 def block_tensors(a: Arguments, problem: Problem, kind: Kind = "block") -> BlockTensors:

@@ -122,6 +122,19 @@ def test_switches_are_read_in_every_call() -> None:
     assert seen == [False, True, False]
 
 
+def test_the_path_follows_the_switches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call takes the path that plan() names, though a call like it was made under another
+    switch: in plain TF32 fewer problems are small."""
+    case = draw_inputs(replace(SMALL, B=8, Tq=160, H=8, dtype="fp32"))
+    args, kwargs = case.call()
+    for tf32 in (False, True, False):
+        monkeypatch.setattr(prepare, "allows_tf32", lambda device_type, on=tf32: on)
+        ran = operators(lambda: cross_attention(*args, **kwargs)).names
+        planned = planner.plan(*args, **kwargs).path
+        assert planned == ("split" if tf32 else "fused")
+        assert ("block_forward" in ran) is (planned == "fused"), (tf32, ran)
+
+
 def _arguments(args: list[Any], kwargs: dict[str, Any]) -> Any:
     names = ("x_query", "x_kv", "w_q", "w_k", "w_v", "w_out")
     return fused_rope_xattn.arguments.Arguments(**dict(zip(names, args)), **kwargs)
