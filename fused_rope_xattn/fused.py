@@ -52,26 +52,7 @@ MOST_STREAMED_KEYS = 4096
 
 def forward(config: BlockConfig, t: BlockTensors) -> tuple[Tensor, Activations]:
     """As :func:`.split.forward`."""
-    y, q, k, v, o, lse = ops.block_forward(
-        t.x_query,
-        t.x_kv,
-        t.x_value,
-        t.w_q,
-        t.w_k,
-        t.w_v,
-        t.w_out,
-        t.b_q,
-        t.b_k,
-        t.b_v,
-        t.b_out,
-        TurningTensors(t.q_positions, t.q_cos, t.q_sin),
-        TurningTensors(t.k_positions, t.k_cos, t.k_sin),
-        split.score_options(config, t),
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        q_rotation=config.q_rotation,
-        k_rotation=config.k_rotation,
-    )
+    y, q, k, v, o, lse = ops.block_forward(config, t)
     if t.w_out is None:
         y = o.flatten(2)
     if t.w_k is None:

@@ -11,7 +11,7 @@ are legal and launch nothing, results are contiguous, strides of size-1 dimensio
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +19,10 @@ from torch import Tensor
 from .composite import compute_dtype
 from .config import NormSpec, RotationSpec
 from .schemas import SCHEMAS
+
+if TYPE_CHECKING:
+    from .config import BlockConfig
+    from .split import BlockTensors
 
 NAMESPACE = "fused_rope_xattn"
 
@@ -215,56 +219,38 @@ def _gradient_of_row_bias(bias: Tensor, dlse: Tensor | None, lse: Tensor) -> Ten
 
 
 def block_forward(
-    x_query: Tensor,  # [B, Tq, Dq]
-    x_kv: Tensor,  # [B, Tk, Dkv]; finished keys [B, Tk, Hkv, D] without w_k
-    x_value: Tensor | None,  # [B, Tk, Dv]; finished values without w_v; None: x_kv
-    w_q: Tensor,  # [H*D, Dq]
-    w_k: Tensor | None,  # [Hkv*D, Dkv]
-    w_v: Tensor | None,  # [Hkv*D, Dv]
-    w_out: Tensor | None,  # [Dout, H*D]
-    b_q: Tensor | None,
-    b_k: Tensor | None,
-    b_v: Tensor | None,
-    b_out: Tensor | None,
-    q_turning: TurningTensors,
-    k_turning: TurningTensors,
-    options: ScoreOptions,  # without dropout
-    *,
-    num_heads: int,
-    num_kv_heads: int,
-    q_rotation: RotationSpec,
-    k_rotation: RotationSpec,
+    config: BlockConfig, t: BlockTensors
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The whole block without norms and dropout in three chained kernels: ``y, q, k, v, o, lse``.
 
     What is not computed is an empty tensor of shape ``[0]``: ``k`` and ``v`` without ``w_k`` and
     ``w_v``, ``y`` without ``w_out``.
     """
-    if w_k is None or x_value is None:
-        x_kv = x_kv.contiguous() if w_k is not None else readable(x_kv)
-        x_value = None if x_value is None else readable(x_value)
+    x_kv, x_value = t.x_kv, t.x_value
+    if t.w_k is None:
+        x_kv, x_value = readable(x_kv), None if x_value is None else readable(x_value)
     else:
-        x_kv, x_value = x_kv.contiguous(), x_value.contiguous()
-    wide = compute_dtype(x_query)
+        x_kv, x_value = x_kv.contiguous(), None if x_value is None else x_value.contiguous()
+    wide = compute_dtype(t.x_query)
     return torch.ops.fused_rope_xattn.block_forward.default(  # type: ignore[no-any-return]
-        x_query.contiguous(),
+        t.x_query.contiguous(),
         x_kv,
         x_value,
-        w_q.contiguous(),
-        *_contiguous(w_k, w_v, w_out, b_q, b_k, b_v, b_out),
-        *_rotation_tensors(*q_turning, wide),
-        *_rotation_tensors(*k_turning, wide),
-        options.attn_bias,
-        options.keep_mask,
-        options.key_keep,
-        options.kv_lengths,
-        num_heads,
-        num_kv_heads,
-        *_flat(q_rotation),
-        *_flat(k_rotation),
-        options.scale,
-        options.is_causal,
-        options.tf32,
+        t.w_q.contiguous(),
+        *_contiguous(t.w_k, t.w_v, t.w_out, t.b_q, t.b_k, t.b_v, t.b_out),
+        *_rotation_tensors(t.q_positions, t.q_cos, t.q_sin, wide),
+        *_rotation_tensors(t.k_positions, t.k_cos, t.k_sin, wide),
+        t.attn_bias,
+        t.keep_mask,
+        t.key_keep,
+        t.kv_lengths,
+        config.num_heads,
+        config.num_kv_heads,
+        *_flat(config.q_rotation),
+        *_flat(config.k_rotation),
+        config.scale,
+        config.is_causal,
+        config.tf32,
     )
 
 

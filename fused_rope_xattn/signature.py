@@ -36,7 +36,7 @@ def signature(a: Arguments) -> tuple[Any, ...]:
     ]
     return (
         tuple(looks),
-        a.rope if type(a.rope) is RoPE else _rope(a.rope),
+        _rope(a.rope),
         None if a.q_norm is None else _norm(a.q_norm),
         None if a.k_norm is None else _norm(a.k_norm),
         numbers,
@@ -59,6 +59,8 @@ def _norm(norm: Norm) -> Any:
 
 
 def _rope(rope: Any) -> Any:
+    if type(rope) is RoPE:  # its own hash and comparison are Python's
+        return (rope.base_text, rope.rotary_dim, rope.interleaved, rope.axes)
     if isinstance(rope, tuple):
         return tuple([_rope(side) for side in rope])
     if isinstance(rope, RotaryTable):
