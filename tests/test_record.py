@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from fused_rope_xattn.__main__ import main
-from fused_rope_xattn.commands import _markdown
+from fused_rope_xattn.commands import _markdown, selftest
 from fused_rope_xattn.verify import outcomes, record
 from fused_rope_xattn.verify.bench import OURS
+from fused_rope_xattn.verify.case import Case
 
 ROOT = Path(__file__).parent.parent
 
@@ -110,6 +111,18 @@ def test_outcomes_of_pytest_are_counted_and_recorded(
     assert result["unfinished"] == []
     counts = outcomes.totals(result["rows"])
     assert (counts["passed"], counts["failed"], counts["xfailed"]) == (1, 2, 1)
+
+
+def test_rows_of_the_speed_part_one_by_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def measured(cases: list[Case], *_: Any, **__: Any) -> list[dict[str, Any]]:
+        return [{"name": case.name, "passes": {}} for case in cases]
+
+    monkeypatch.setattr(selftest, "measure_all", measured)
+    monkeypatch.setattr(selftest, "speed_table", lambda lines: str(list(lines)))
+    argv = ["selftest", "--only", "speed", "--record", str(tmp_path), "--rows"]
+    assert main([*argv, "decode_bf16", "seed_bf16"]) == main([*argv, "sam2_bf16"]) == 0
+    rows = read(record.record_path(tmp_path))["speed"]["result"]["rows"]
+    assert [row["name"] for row in rows] == ["decode_bf16", "seed_bf16", "sam2_bf16"]
 
 
 @pytest.mark.parametrize("limit, stops", [(0.0, True), (60.0, False), (None, False)])
