@@ -24,8 +24,12 @@ CAPABILITY = (9, 0)
 DTYPES = (torch.float16, torch.bfloat16)
 WIDTH_MULTIPLE = 8  # of depth and columns
 HALF_WIDTH_MULTIPLE = 8  # of what lies between the members of a pair of halves
-LARGEST_HEAD_DIM = 256
+LARGEST_HEAD_DIM = 256  # that rotate
 MOST_AXES = 3
+# Of an output projection, in TF32: torch's product splits the depth where rows are few, and gains
+# more than it loses by waiting for the end of the attention where multiplications are many.
+FEWEST_OUTPUT_ROWS = 512
+LARGEST_OUTPUT = 2**32
 
 # Where the attention of a Hopper takes its own instructions in TF32, as kernels/attention_sm90.cpp
 # decides.
@@ -47,17 +51,17 @@ def obstacle(p: Projection) -> str | None:
         return "its bias has another type"
     columns, depth = p.weight.shape
     head_dim = columns // p.num_heads
-    if depth == 0 or depth % WIDTH_MULTIPLE or head_dim % WIDTH_MULTIPLE:
-        return f"a width is no multiple of {WIDTH_MULTIPLE}"
-    if head_dim == 0 or head_dim > LARGEST_HEAD_DIM:
-        return f"its head dim is not within 1 and {LARGEST_HEAD_DIM}"
-    return _rotation_obstacle(p)
+    if 0 in (depth, head_dim) or depth % WIDTH_MULTIPLE or head_dim % WIDTH_MULTIPLE:
+        return f"a width is 0 or no multiple of {WIDTH_MULTIPLE}"
+    return _rotation_obstacle(p, head_dim)
 
 
-def _rotation_obstacle(p: Projection) -> str | None:
+def _rotation_obstacle(p: Projection, head_dim: int) -> str | None:
     rotary_dim, interleaved, axes, _, base = p.rotation
     if rotary_dim == 0:
         return None
+    if head_dim > LARGEST_HEAD_DIM:
+        return f"it rotates heads of more than {LARGEST_HEAD_DIM} dims"
     if not interleaved and rotary_dim // (2 * axes) % HALF_WIDTH_MULTIPLE:
         return f"its halves are no multiples of {HALF_WIDTH_MULTIPLE} dims"
     if p.cos is None and axes > MOST_AXES:
@@ -78,6 +82,24 @@ def select(projections: tuple[Projection, ...], taken: tuple[bool, ...]) -> tupl
     if any(t and not p.is_plain for p, t in zip(projections, taken, strict=True)):
         return taken
     return (False,) * len(projections)
+
+
+def output_obstacle(p: Projection) -> str | None:
+    """Why this kernel should not make the output, behind the attention on a Hopper."""
+    if torch.compiler.is_exporting():
+        return "an exported program must not depend on how its lengths compare to limits"
+    if p.x.dtype in DTYPES:
+        return "torch's product in half types is faster"
+    rows = p.x.shape[:-1].numel()
+    if p.weight is not None and rows * p.weight.numel() > LARGEST_OUTPUT:
+        return "it fills the GPU by itself"
+    if rows < FEWEST_OUTPUT_ROWS:
+        return "its rows are few"
+    return obstacle(p)
+
+
+def takes_output(p: Projection) -> bool:
+    return p.x.is_cuda and is_hopper(p.x.device.index) and output_obstacle(p) is None
 
 
 def tf32_pays(batch: int, heads: int, queries: int, keys: int, head_dim: int) -> bool:

@@ -224,5 +224,9 @@ def _split_kernels(prepared: Prepared, gpu: GPU) -> tuple[str, ...]:
             steps.append("transpose_heads v")
     steps += ["token_sums", "token_values"] if over_tokens else ["attention_forward"]
     if t.w_out is not None:
-        steps.append("gemm out")
+        sizes = prepared.problem
+        o = t.w_out.new_empty(sizes.B, sizes.Tq, sizes.H, sizes.D, device="meta")
+        out = split.output_projection(config, t, o)
+        taken_out = is_hopper and grouped.output_obstacle(out) is None
+        steps.append("project_group out" if taken_out else "gemm out")
     return tuple(steps)

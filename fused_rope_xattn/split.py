@@ -166,10 +166,7 @@ def forward(config: BlockConfig, t: BlockTensors, *, keep_rest: bool) -> tuple[T
     else:
         o, lse = ops.attention_forward(q, k, v, options, v_transposed)
     del v_transposed  # as large as what follows
-    y = o.flatten(2)
-    if t.w_out is not None:
-        y = F.linear(y, t.w_out, t.b_out)
-    return y, Activations(q, k, v, o, lse, o_rest)
+    return project_output(config, t, o), Activations(q, k, v, o, lse, o_rest)
 
 
 def backward(
@@ -293,6 +290,11 @@ def key_projection(config: BlockConfig, t: BlockTensors) -> Projection:
 def value_projection(config: BlockConfig, t: BlockTensors) -> Projection:
     x = t.x_kv if t.x_value is None else t.x_value
     return Projection(x, t.w_v, t.b_v, num_heads=config.num_kv_heads, tf32=config.tf32)
+
+
+def output_projection(config: BlockConfig, t: BlockTensors, o: Tensor) -> Projection:
+    """Of ``o``, [B, Tq, H, D]; its result is one head."""
+    return Projection(o.flatten(2), t.w_out, t.b_out, tf32=config.tf32)
 
 
 def _reads_transposed_values(config: BlockConfig, t: BlockTensors) -> bool:
@@ -425,6 +427,15 @@ def project_all(
         next(heads) if c else project_forward(p) for p, c in zip(every, chosen, strict=True)
     ]
     return every_head, v_transposed
+
+
+def project_output(config: BlockConfig, t: BlockTensors, o: Tensor) -> Tensor:  # [B, Tq, Dout]
+    p = output_projection(config, t, o)
+    if p.weight is None:
+        return p.x
+    if grouped.takes_output(p):
+        return grouped.project(None, None, p)[0][0].flatten(2)
+    return F.linear(p.x, p.weight, p.bias)
 
 
 def project_forward(p: Projection) -> Tensor:  # [B, T, H, D]

@@ -12,7 +12,6 @@ import math
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from . import composite, gradient_products, grouped, ops, split, token_ops
@@ -89,9 +88,7 @@ def forward(config: BlockConfig, t: BlockTensors, *, keep_rest: bool) -> tuple[T
     o, lse, sums = token_ops.token_attention(
         q, k, _tokens(t), t.w_v, t.b_v, split.score_options(config, t), keep=keep_rest
     )
-    y = o.flatten(2)
-    if t.w_out is not None:
-        y = F.linear(y, t.w_out, t.b_out)
+    y = split.project_output(config, t, o)
     return y, Activations(q, k, None, o, lse, u=sums.u, u_rest=sums.rest)
 
 

@@ -121,7 +121,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
     uint32_t position = 0;  // in the rings, of the key tile whose weights are at hand
     for (int index = blockIdx.x; index < params.num_items; index += gridDim.x) {
       const ForwardItem item = locate_item<Config>(params, index);
-      if constexpr (!Config::kValuesTransposed) let_next_kernel_start();
+      if (waits_at_once<Config>(p)) let_next_kernel_start();
       const HeadScores scores(p.sizes, p.scores, item.batch, item.head);
       const float scale_log2 = kModified ? 1.f : scores.scale;
       const int query = item.first_query + row;

@@ -99,9 +99,16 @@ struct ForwardItem {
   IndexRange key_tiles;
 };
 
+// Whether anything that is read may come from the kernel before: in TF32, where that is the
+// projection. A pass that transposes values let this kernel start when all else was complete, and
+// is waited for before values are read.
+template <class Config>
+__device__ __forceinline__ bool waits_at_once(const AttentionForwardParams& p) {
+  return !Config::kValuesTransposed || p.has_transposed;
+}
+
 // Query tiles vary fastest: blocks that run side by side then share K and V in L2. What q, k, v,
-// lengths and masks come from may be under way until here; in TF32 only the pass over V may, and
-// loads of V wait for it.
+// lengths and masks come from may be under way until here, but for a pass over values.
 template <class Config>
 __device__ __forceinline__ ForwardItem locate_item(const Sm90ForwardParams& params, int index) {
   const AttentionForwardParams& p = params.attention;
@@ -118,9 +125,7 @@ __device__ __forceinline__ ForwardItem locate_item(const Sm90ForwardParams& para
   }
   item.batch = rest / p.sizes.num_heads;
   item.head = rest - item.batch * p.sizes.num_heads;
-  // A pass that transposes values let this kernel start when all else that it reads was complete,
-  // and is waited for before values are. A projection that wrote them did so at once.
-  if (!Config::kValuesTransposed || p.has_transposed) wait_for_previous_kernel();
+  if (waits_at_once<Config>(p)) wait_for_previous_kernel();
   const int keys = key_count(p.scores.kv_lengths, item.batch, p.sizes.num_keys);
   item.key_tiles = key_tiles_of_queries(item.first_query, Config::kTileQ, Config::kTileK,
                                         p.sizes.num_queries, keys, p.scores.is_causal);

@@ -84,8 +84,16 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> project_group(
     p.rotation.axes = 1;
     p.is_transposed = transposes_v;
     if (transposes_v) {
-      v_transposed = empty(v.x, {v.x.size(0), num_kv_heads, p.head_dim, padded_tokens(p.tokens)},
-                           ScalarType::Float);
+      const int64_t batch = v.x.size(0), tokens = v.x.size(1);
+      STD_TORCH_CHECK(
+          !kv_lengths.has_value() || (kv_lengths->dim() == 1 && kv_lengths->size(0) == batch),
+          "fused_rope_xattn: kv_lengths must have one entry for each of the values' batch");
+      STD_TORCH_CHECK(
+          !key_keep.has_value() ||
+              (key_keep->dim() == 2 && key_keep->size(0) == batch && key_keep->size(1) == tokens),
+          "fused_rope_xattn: key_keep must have the values' batch and tokens");
+      v_transposed =
+          empty(v.x, {batch, num_kv_heads, p.head_dim, padded_tokens(p.tokens)}, ScalarType::Float);
       group.transposed = {static_cast<float*>(v_transposed.data_ptr()),
                           data_as<int32_t>(kv_lengths), data_as<bool>(key_keep)};
     }

@@ -30,6 +30,7 @@ template <class Config, class Element>
 __device__ __forceinline__ void produce(const ProjectionKernelParams& params,
                                         ProjectionStorage<Config>& smem, int lane) {
   constexpr int kDepthBlock = kDepthBytes / sizeof(Stored<Element>);
+  wait_for_previous_kernel();
   RingPlace<Config::kStages> ring(0);
   for (int index = blockIdx.x; index < params.num_tiles; index += gridDim.x) {
     const TilePlace place = locate_tile(params.schedule, params.count, index);
@@ -52,6 +53,7 @@ __device__ __forceinline__ void produce(const ProjectionKernelParams& params,
     const int blocks = params.schedule[place.member].depth_blocks;
     for (int block = 0; block < blocks; ++block) {
       mbarrier_wait(smem.empty[ring.stage], ring.parity ^ 1);
+      __syncwarp();  // else a lane might look when the stage is full and empty again
       if (lane == 0) {
         mbarrier_arrive_expect_tx(smem.full[ring.stage], Config::kXBytes + Config::kWeightBytes);
         cp_async_bulk_tensor_4d(&smem.x[ring.stage], x_map, smem.full[ring.stage],
@@ -65,7 +67,6 @@ __device__ __forceinline__ void produce(const ProjectionKernelParams& params,
         cp_async_bulk_tensor_4d(&weight, weight_map, smem.full[ring.stage], block * kDepthBlock,
                                 column, 0, 0);
       }
-      __syncwarp();
       ring.advance();
     }
   }
@@ -78,6 +79,7 @@ __device__ __forceinline__ void write_facts(const ProjectionKernelParams& params
                                             ProjectionStorage<Config>& smem, int thread) {
   prepare_turns<Config>(params, smem, thread);
   named_barrier_sync(kTurnsReady, kScribeThreads);
+  wait_for_previous_kernel();
   uint32_t tile = 0;
   for (int index = blockIdx.x; index < params.num_tiles; index += gridDim.x, ++tile) {
     const uint32_t consumer = tile % kProjectionConsumers;
@@ -142,6 +144,10 @@ template <class Config, class Element>
 __device__ __forceinline__ void consume(const ProjectionKernelParams& params,
                                         ProjectionStorage<Config>& smem, uint32_t consumer,
                                         int thread) {
+  // Before anything is stored, and before the next kernel relies on what precedes this one. Its
+  // blocks find room where one of these, which take all registers, is done.
+  wait_for_previous_kernel();
+  let_next_kernel_start();
   // The first tile is consumer 0's.
   if (consumer == 1) named_barrier_arrive(kMayMultiply, kProjectionConsumers * kWarpgroup);
 
@@ -174,10 +180,6 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   extern __shared__ __align__(1024) unsigned char smem_bytes[];
   auto& smem = *reinterpret_cast<ProjectionStorage<Config>*>(smem_bytes);
   const int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / kWarpgroup, 0);
-  // Its blocks find room where one of these, which take all registers, is done. This launch is a
-  // plain one: everything before it is complete.
-  let_next_kernel_start();
-
   // Barriers: a full one completes by the copies' bytes, an empty one by the consumer's four warps.
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < Config::kStages; ++stage) {
@@ -243,9 +245,9 @@ void launch_projections_sm90(const ProjectionGroup90& group, const ProjectionPla
     params.x_maps[i] = matrix_map(p.x, group.dtype, p.rows, p.depth, p.depth, Config::kRows);
     params.weight_maps[i] = weight_map<Config>(p, group.dtype, plan.schedule[i].shares);
   }
-  launch(projection_sm90_kernel<Config, Element>, "projection_sm90",
-         std::min(plan.num_tiles, current_gpu().num_sms), Config::kThreads,
-         sizeof(ProjectionStorage<Config>), stream, params);
+  launch_chained(projection_sm90_kernel<Config, Element>, "projection_sm90",
+                 std::min(plan.num_tiles, current_gpu().num_sms), Config::kThreads,
+                 sizeof(ProjectionStorage<Config>), stream, params);
 }
 
 template <int kTile>

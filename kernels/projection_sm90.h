@@ -63,8 +63,11 @@ inline const char* projection_sm90_obstacle(DType dtype, const GroupedProjection
   if (p.columns % 8 != 0 || p.depth % 8 != 0 || p.depth == 0) {
     return "the Hopper projection needs widths that are multiples of 8";
   }
-  if (p.head_dim % 8 != 0 || p.head_dim == 0 || p.head_dim > 256 || p.columns % p.head_dim != 0) {
-    return "the Hopper projection needs a head dim that is a multiple of 8 and at most 256";
+  if (p.head_dim % 8 != 0 || p.head_dim == 0 || p.columns % p.head_dim != 0) {
+    return "the Hopper projection needs a head dim that is a multiple of 8";
+  }
+  if (r.rotary_dim > 0 && p.head_dim > 256) {
+    return "the Hopper projection rotates heads of at most 256 dims";
   }
   for (const void* pointer : {p.x, p.weight, p.bias, static_cast<const void*>(p.out)}) {
     if (reinterpret_cast<uintptr_t>(pointer) % 16 != 0) {
@@ -263,14 +266,17 @@ inline double projection_cycles(const ProjectionGroup90& group, const Projection
                                 int num_sms) {
   // Of one multiprocessor's tensor cores. In TF32 half as many, with half as many numbers a byte.
   constexpr double kFlopsACycle = 4096;
-  constexpr double kBytesACycle = 62;       // that reach its shared memory from L2
-  constexpr double kTurnCycles = 140;       // an accumulator of a thread, in the epilogue
-  constexpr double kSharedTurnCycles = 55;  // the same, if four heads share the angle
-  constexpr double kStoreCycles = 35;       // the same, without rotation
-  constexpr double kDisturbance = 0.15;     // what an epilogue takes from the products beside it
-  constexpr double kTileCycles = 1500;      // of an epilogue, whatever its size
-  const double block = std::max(1.0 * tile.rows * tile.columns * kDepthBytes / kFlopsACycle,
-                                1.0 * (tile.rows + tile.columns) * kDepthBytes / kBytesACycle);
+  // The others were fitted to the times that groups take with each tile, bf16 and TF32.
+  constexpr double kStageCycles = 250;      // of a stage, whatever its size
+  constexpr double kBytesACycle = 107;      // that reach its shared memory beyond those
+  constexpr double kTurnCycles = 72;        // an accumulator of a thread, in the epilogue
+  constexpr double kSharedTurnCycles = 42;  // the same, if four heads share the angle
+  constexpr double kStoreCycles = 14;       // the same, without rotation
+  constexpr double kDisturbance = 0.6;      // what an epilogue takes from the products beside it
+  constexpr double kTileCycles = 1400;      // of an epilogue, whatever its size
+  const double block =
+      std::max(1.0 * tile.rows * tile.columns * kDepthBytes / kFlopsACycle,
+               kStageCycles + 1.0 * (tile.rows + tile.columns) * kDepthBytes / kBytesACycle);
   double cycles = 0, epilogue = 0;
   int64_t first = 0;
   for (int i = 0; i < group.count; ++i) {

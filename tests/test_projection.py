@@ -310,6 +310,31 @@ def test_the_kernel_is_the_plain_formula(
     assert_group_is_right(q, k, v, tile=tile)
 
 
+def integers(m: HeadsProjection) -> HeadsProjection:
+    """-1, 0 and 1, whose products are exact in every type."""
+    x, weight = (torch.randint_like(t, -1, 2) for t in (m.x, m.weight))
+    return m._replace(x=x, weight=weight)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("rows, columns, depth", [(512, 768, 768), (1000, 8, 72), (2049, 1032, 40)])
+def test_one_wide_head_of_what_the_kernel_before_writes(
+    rows: int, columns: int, depth: int, dtype: torch.dtype
+) -> None:
+    """As the output is projected, behind a kernel that lets this one start before it is done."""
+    on_hopper()
+    options: dict[str, Any] = {"bias": False, "dtype": dtype, "device": "cuda"}
+    weights = integers(member(1, rows, 1, columns, depth, **options))
+    inputs = [integers(member(1, rows, 1, depth, 64, **options)) for _ in range(20)]
+    results = []
+    for before in inputs:
+        x = ops.project_group(None, None, before)[2].flatten(2)
+        results.append(ops.project_group(None, None, weights._replace(x=x))[2])
+    for before, got in zip(inputs, results, strict=True):
+        assert_rounded_once(got, reference(weights._replace(x=reference(before).flatten(2))))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("tile", range(TILES))
 @pytest.mark.parametrize("heads, head_dim", [(2, 32), (12, 64), (3, 72), (4, 128)])
@@ -330,6 +355,24 @@ def test_the_kernel_transposes_values(
     *got, transposed = ops.project_group(q, k, v, tile, True, **removal_options)
     assert all(torch.equal(a, b) for a, b in zip(got, plain[:3], strict=True))
     assert_transposed(transposed, got[2], removal_options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "name, wrong",
+    [
+        ("kv_lengths", torch.ones(4, dtype=torch.int32)),
+        ("kv_lengths", torch.ones(3, 1, dtype=torch.int32)),
+        ("key_keep", torch.ones(3, 12, dtype=torch.bool)),
+        ("key_keep", torch.ones(13, dtype=torch.bool)),
+    ],
+)
+def test_what_removes_tokens_must_fit(name: str, wrong: Tensor) -> None:
+    """The operator's own check: a direct call must not read beyond what it was given."""
+    on_hopper()
+    v = member(3, 13, 2, 64, 64, dtype=torch.float32, device="cuda")
+    with pytest.raises(RuntimeError, match=name):
+        ops.project_group(None, None, v, -1, True, **{name: wrong.cuda()})
 
 
 @pytest.mark.gpu

@@ -71,6 +71,7 @@ def tf32(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def on_h200(tf32: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """CPU tensors take the way of a Hopper's, to the operators' CPU kernels."""
     monkeypatch.setattr(grouped, "is_taken", lambda p: grouped.obstacle(p) is None)
+    monkeypatch.setattr(grouped, "takes_output", lambda p: grouped.output_obstacle(p) is None)
     yield from kernels_everywhere(monkeypatch)
 
 
@@ -102,6 +103,58 @@ def test_the_plan_says_when_values_are_transposed() -> None:
     assert cached == ("project_group q", *alone)
     for gpu, fields in [(H200, {"D": 136}), (H200, {"tokens": 100}), (A100, {})]:
         assert "transpose_heads v" not in planned(gpu, **fields)
+
+
+def with_output(
+    Dout: int = 128, dtype: torch.dtype = torch.float32, device: str = "meta", **fields: Any
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    (*tensors, _), options = call(device=device, **fields)
+    x, x_kv, w_q, w_k, w_v = (x.to(dtype) for x in tensors)
+    w_out = torch.randn(Dout, w_q.shape[0], device=device, dtype=dtype) / 16
+    options["x_value"] = options["x_value"].to(dtype)
+    return (x, x_kv, w_q, w_k, w_v, w_out), options
+
+
+@pytest.mark.usefixtures("tf32")
+def test_the_plan_says_which_kernel_projects_the_output() -> None:
+    def last(gpu: GPU = H200, **fields: Any) -> str:
+        args, options = with_output(**fields)
+        return plan(*args, **options, gpu=gpu).kernels[-1]
+
+    assert last() == last(rope=None) == last(k_norm=Norm("rms")) == "project_group out"
+    assert last(tokens=128) == "project_group out"
+    assert last(tokens=127) == "gemm out"  # four times as many rows, which are few
+    assert last(tokens=8192, Dout=512) == "project_group out"
+    assert last(tokens=8193, Dout=512) == "gemm out"  # fills the GPU by itself
+    assert last(Dout=132) == "gemm out"  # no multiple of 8
+    assert last(dtype=torch.bfloat16) == last(gpu=A100) == "gemm out"
+
+
+@pytest.mark.usefixtures("on_h200")
+@pytest.mark.parametrize("tokens", [300, 100])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_the_output_is_projected_as_the_plan_says(has_bias: bool, tokens: int) -> None:
+    args, options = with_output(device="cpu", tokens=tokens)
+    if has_bias:
+        options["b_out"] = torch.randn(128)
+    kernels = plan(*args, **options, gpu=H200).kernels
+    groups = [kernel for kernel in kernels if kernel.startswith("project_group")]
+    with Launches() as launches:
+        y = cross_attention(*args, **options)
+    assert launches.names.count("project_group") == len(groups) == (2 if tokens == 300 else 1)
+    torch.testing.assert_close(y, cross_attention(*args, **options | {"path": "composite"}))
+
+
+class Launches(TorchDispatchMode):
+    """The names of all operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func._overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
 
 
 class Attention(TorchDispatchMode):

@@ -44,6 +44,9 @@ void copy_box(void* destination, const CUtensorMap& map, uint64_t& barrier, int 
   const uint32_t start = smem_address(destination);
   if (start % 128 != 0) throw std::runtime_error("a copy's destination is not 128-byte aligned");
   const CUtensorMap m = map;
+  if (hopper::is_unfinished(m.data)) {
+    throw std::runtime_error("a copy of what the kernel before has not written yet");
+  }
   hopper::block().copies.push_back([=, &barrier] {
     for (int row = 0; row < m.box_rows; ++row) {
       for (int column = 0; column < m.box_width; ++column) {
