@@ -1,4 +1,5 @@
-"""Projections of queries, keys and values as one launch: which of them it takes, and the call.
+"""Grouped projections, of queries, keys and values or of the output: which of them the kernel
+takes, and the call.
 
 On Hopper a projection that is rotated needs no product in fp32 between two kernels: bias and
 rotation happen on the accumulators. What the kernel does not take goes the other way, one by one:

@@ -60,7 +60,7 @@ def _norm(norm: Norm) -> Any:
 
 def _rope(rope: Any) -> Any:
     if type(rope) is RoPE:  # its own hash and comparison are Python's
-        return (rope.base_text, rope.rotary_dim, rope.interleaved, rope.axes)
+        return (RoPE, rope.base_text, rope.rotary_dim, rope.interleaved, rope.axes)
     if isinstance(rope, tuple):
         return tuple([_rope(side) for side in rope])
     if isinstance(rope, RotaryTable):

@@ -434,8 +434,12 @@ def project_output(config: BlockConfig, t: BlockTensors, o: Tensor) -> Tensor:  
     if p.weight is None:
         return p.x
     if grouped.takes_output(p):
-        return grouped.project(None, None, p)[0][0].flatten(2)
-    return F.linear(p.x, p.weight, p.bias)
+        (y,), _ = grouped.project(None, None, p)
+    else:
+        y = F.linear(p.x, p.weight, p.bias)
+    # No view for autograd, which would forbid to write into it: nobody else holds its memory.
+    rows: Tensor = torch.ops.aten._unsafe_view.default(y, (*p.x.shape[:-1], p.weight.shape[0]))
+    return rows
 
 
 def project_forward(p: Projection) -> Tensor:  # [B, T, H, D]

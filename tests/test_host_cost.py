@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
 import torch
 
 import fused_rope_xattn
-from fused_rope_xattn import FusedRoPECrossAttention, cross_attention, inputs, planner, prepare
+from fused_rope_xattn import (
+    FusedRoPECrossAttention,
+    RoPE,
+    cross_attention,
+    inputs,
+    planner,
+    prepare,
+)
 from fused_rope_xattn.verify.cases import BASELINE, draw_inputs
 from pretence import Operators, kernels_everywhere
 
@@ -92,6 +100,28 @@ def test_equal_calls_are_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
             cross_attention(*args, **{**kwargs, **change})
         cross_attention(args[0][:, 1:], *args[1:], **kwargs)
         assert len(checked) == 6
+
+
+def test_no_field_of_a_rotation_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls that differ in one of them are not equal; nor is a call with what looks like them."""
+    others = {"base": 9.0, "rotary_dim": 8, "interleaved": False, "axes": 2}
+    assert others.keys() == {field.name for field in fields(RoPE) if field.init}
+    case = draw_inputs(SMALL)
+    args, kwargs = case.call()
+    results = [cross_attention(*args, **kwargs | {"rope": RoPE()})]
+    for name, other in others.items():
+        positions = {
+            f"{side}_positions": torch.arange(tokens)[:, None].expand(-1, 2)
+            if name == "axes"
+            else None
+            for side, tokens in (("q", SMALL.Tq), ("k", SMALL.Tk))
+        }
+        changed = {"rope": RoPE(**{name: other}), **positions}
+        results.append(cross_attention(*args, **kwargs | changed))
+    for a, b in itertools.combinations(results, 2):
+        assert not torch.equal(a, b)
+    with pytest.raises(TypeError, match="rope"):
+        cross_attention(*args, **kwargs | {"rope": ("10000.0", None, True, 1)})
 
 
 def operators(call: Callable[[], Any]) -> Operators:

@@ -66,6 +66,7 @@ CASES: dict[str, tuple[Member, ...]] = {
     "narrow heads": (Member(heads=5, head_dim=32, spec=neighbours(32)),),
     "narrowest heads": (Member(heads=3, head_dim=8, spec=neighbours(8), positions=torch.int64),),
     "wide heads": (Member(heads=1, head_dim=256, spec=neighbours(256), positions=torch.float32),),
+    "one wide head, plain": (Member(heads=1, head_dim=776),),
     "part of a head": (Member(heads=3, head_dim=40, spec=neighbours(6)),),
     "three axes": (Member(head_dim=96, spec=neighbours(96, 3), positions=torch.float64),),
     "odd axes": (Member(head_dim=32, spec=neighbours(12, 2), positions=torch.int32),),

@@ -19,7 +19,7 @@ from fused_rope_xattn.ops import ScoreOptions
 from fused_rope_xattn.planner import GPU
 from fused_rope_xattn.verify.accuracy import assert_accurate
 from fused_rope_xattn.verify.cases import Case
-from pretence import kernels_everywhere
+from pretence import Operators, kernels_everywhere
 
 SIDES = (True, True, False)  # need_dq, need_dkv, need_dbias
 
@@ -139,22 +139,61 @@ def test_the_output_is_projected_as_the_plan_says(has_bias: bool, tokens: int) -
         options["b_out"] = torch.randn(128)
     kernels = plan(*args, **options, gpu=H200).kernels
     groups = [kernel for kernel in kernels if kernel.startswith("project_group")]
-    with Launches() as launches:
+    with Operators() as launches:
         y = cross_attention(*args, **options)
     assert launches.names.count("project_group") == len(groups) == (2 if tokens == 300 else 1)
     torch.testing.assert_close(y, cross_attention(*args, **options | {"path": "composite"}))
 
 
-class Launches(TorchDispatchMode):
-    """The names of all operators."""
+@pytest.mark.usefixtures("on_h200")
+@pytest.mark.parametrize("tokens", [300, 100])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_the_output_may_be_written_to(has_bias: bool, tokens: int) -> None:
+    """As any result of an operation, whichever kernel made it."""
+    args, options = with_output(device="cpu", tokens=tokens)
+    options["b_out"] = torch.randn(128) if has_bias else None
+    args[-1].requires_grad_()
+    y = cross_attention(*args, **options)
+    y += 1
+    torch.relu_(y).sum().backward()
+    assert args[-1].grad is not None
+    with torch.no_grad():
+        y = cross_attention(*args, **options)
+    y += args[-1].sum()  # outside
+    y.sum().backward()
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(func._overloadpacket.__name__)
-        return func(*args, **(kwargs or {}))
+@pytest.mark.usefixtures("on_h200")
+def test_an_exported_program_leaves_the_output_to_torch() -> None:
+    """It must not depend on how its lengths compare to the kernel's limits."""
+
+    class Block(torch.nn.Module):
+        def forward(self, x: Tensor, *weights: Tensor) -> Tensor:
+            y: Tensor = cross_attention(x, x, *weights, num_heads=4, path="split")
+            return y
+
+    tensors = torch.randn(4, 300, 128), *(torch.randn(256, 128) / 12 for _ in "qkv")
+    tensors = *tensors, torch.randn(128, 256) / 16
+    tokens = torch.export.Dim("tokens", min=2, max=4096)
+    shapes = {"x": {1: tokens}, "weights": (None,) * 4}
+    program = torch.export.export(Block(), tensors, dynamic_shapes=shapes)
+    names = [str(node.target) for node in program.graph.nodes]
+    assert sum("project_group" in name for name in names) == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [300, 100])
+def test_a_hopper_projects_the_output_as_the_plan_says(
+    monkeypatch: pytest.MonkeyPatch, tokens: int
+) -> None:
+    on_hopper()
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", True)
+    args, options = with_output(device="cuda", tokens=tokens)
+    kernels = plan(*args, **options).kernels
+    with Operators() as launches, torch.no_grad():
+        cross_attention(*args, **options)
+    groups = [kernel for kernel in kernels if kernel.startswith("project_group")]
+    assert launches.names.count("project_group") == len(groups) == (2 if tokens == 300 else 1)
 
 
 class Attention(TorchDispatchMode):

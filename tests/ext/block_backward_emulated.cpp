@@ -43,12 +43,18 @@ void prepare(unsigned seed, const py::object& function) {
 }  // namespace
 
 // Whatever a call allocates is written by one of its kernels.
-int32_t aoti_torch_empty_strided(int64_t ndim, const int64_t* sizes, const int64_t*, int32_t dtype,
-                                 int32_t, int32_t, AtenTensorHandle* made) {
+int32_t aoti_torch_empty_strided(int64_t ndim, const int64_t* sizes, const int64_t* strides,
+                                 int32_t dtype, int32_t device_type, int32_t,
+                                 AtenTensorHandle* made) {
   using torch::headeronly::kTypeNames;
   const std::vector<int64_t> shape(sizes, sizes + ndim);
   const torch::stable::Tensor t =
       allocate()(shape, py::module_::import("torch").attr(kTypeNames[dtype]));
+  if (device_type != aoti_torch_device_type_cuda() ||
+      t.attr("stride")().cast<std::vector<int64_t>>() !=
+          std::vector<int64_t>(strides, strides + ndim)) {
+    throw std::runtime_error("a result is not contiguous on the GPU");
+  }
   const char* begin = static_cast<const char*>(t.data_ptr());
   hopper::written_in_chain().push_back({begin, begin + t.attr("nbytes").cast<int64_t>()});
   *made = py::object(t).release().ptr();

@@ -61,7 +61,7 @@ void project(const py::list& members, int dtype, int tile, int num_sms, unsigned
   emulated_sms() = num_sms;
   // Whatever is read may come from the kernel before.
   hopper::previous().end = reinterpret_cast<const char*>(UINTPTR_MAX);
-  hopper::says_so_last = true;
+  hopper::says_so_last = hopper::arrives_last = true;
   ProjectionGroup90 group{};
   group.dtype = static_cast<DType>(dtype);
   for (const py::handle& member : members) {

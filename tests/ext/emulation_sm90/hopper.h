@@ -134,6 +134,10 @@ inline Previous& previous() {
 // waited for is complete for that one as well.
 inline bool says_so_last = false;
 
+// Whether a thread must have waited before it arrives at an mbarrier, since what it tells others
+// there it has read from memory.
+inline bool arrives_last = false;
+
 // What kernels of a chain write for later ones, whichever of them: the same holds at each launch.
 inline std::vector<Range>& written_in_chain() {
   static std::vector<Range> instance;

@@ -14,7 +14,15 @@ inline void mbarrier_init(uint64_t& barrier, uint32_t arrivals) {
   hopper::block().mbarriers[&barrier] = {arrivals, arrivals};
 }
 inline void fence_mbarrier_init() {}
-inline void mbarrier_arrive(uint64_t& barrier) { hopper::mbarrier(&barrier).arrive(); }
+inline void check_arrival() {
+  if (hopper::arrives_last && hopper::previous().is_chained && !hopper::self().has_waited) {
+    throw std::runtime_error("a thread arrives before it has waited for the kernel before");
+  }
+}
+inline void mbarrier_arrive(uint64_t& barrier) {
+  check_arrival();
+  hopper::mbarrier(&barrier).arrive();
+}
 // A cluster is one block here.
 inline void mbarrier_arrive_in_cluster(uint64_t& barrier, int rank) {
   if (rank != 0) throw std::runtime_error("an arrival at a block that the cluster does not have");
