@@ -100,6 +100,7 @@ def output_obstacle(p: Projection) -> str | None:
 
 
 def takes_output(p: Projection) -> bool:
+    """Whether this kernel makes the output, of which ``p`` is the projection."""
     return p.x.is_cuda and is_hopper(p.x.device.index) and output_obstacle(p) is None
 
 

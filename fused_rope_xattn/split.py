@@ -438,8 +438,9 @@ def project_output(config: BlockConfig, t: BlockTensors, o: Tensor) -> Tensor:  
     else:
         y = F.linear(p.x, p.weight, p.bias)
     # No view for autograd, which would forbid to write into it: nobody else holds its memory.
-    rows: Tensor = torch.ops.aten._unsafe_view.default(y, (*p.x.shape[:-1], p.weight.shape[0]))
-    return rows
+    return torch.ops.aten._unsafe_view.default(  # type: ignore[no-any-return]
+        y, (*p.x.shape[:-1], p.weight.shape[0])
+    )
 
 
 def project_forward(p: Projection) -> Tensor:  # [B, T, H, D]

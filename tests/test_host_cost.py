@@ -102,7 +102,7 @@ def test_equal_calls_are_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
         assert len(checked) == 6
 
 
-def test_no_field_of_a_rotation_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_field_of_a_rotation_is_forgotten() -> None:
     """Calls that differ in one of them are not equal; nor is a call with what looks like them."""
     others = {"base": 9.0, "rotary_dim": 8, "interleaved": False, "axes": 2}
     assert others.keys() == {field.name for field in fields(RoPE) if field.init}

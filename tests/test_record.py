@@ -125,6 +125,18 @@ def test_rows_of_the_speed_part_one_by_one(monkeypatch: pytest.MonkeyPatch, tmp_
     assert [row["name"] for row in rows] == ["decode_bf16", "seed_bf16", "sam2_bf16"]
 
 
+def test_rows_are_taken_without_a_record_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def measured(cases: list[Case], *_: Any, **__: Any) -> list[dict[str, Any]]:
+        asked.extend(case.name for case in cases)
+        return []
+
+    monkeypatch.setattr(selftest, "measure_all", measured)
+    assert main(["selftest", "--only", "speed", "--rows", "decode_bf16"]) == 0
+    assert asked == ["decode_bf16"]
+
+
 @pytest.mark.parametrize("limit, stops", [(0.0, True), (60.0, False), (None, False)])
 def test_no_test_starts_when_the_time_is_up(
     tmp_path: Path, limit: float | None, stops: bool

@@ -70,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         choices=tuple(ROWS),
         metavar="ROW",
-        help="with --record: of the speed part only these, others stay as they are recorded",
+        help="of the speed part only these; others stay as they are recorded",
     )
     parser.add_argument(
         "--time-limit",
@@ -118,9 +118,10 @@ def _accuracy_part(args: argparse.Namespace, seed: int) -> bool:
 
 def _speed_part(args: argparse.Namespace, seed: int, deadline: Deadline) -> bool:
     device = torch.device(args.device)
-    cases = rows_for(device) if args.record else [ROWS[name] for name in QUICK_ROWS]
-    if args.record and args.rows:
-        cases = [ROWS[name] for name in args.rows]
+    if args.record and not args.rows:
+        cases = rows_for(device)
+    else:
+        cases = [ROWS[name] for name in args.rows or QUICK_ROWS]
     protocol = Protocol(compile=args.compile if args.record else "none")
     rows = measure_all(cases, device, protocol=protocol, seed=seed, deadline=deadline)
     console().print(speed_table(line for row in rows for line in lines_of(row)))
