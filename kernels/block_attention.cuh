@@ -70,8 +70,7 @@ __device__ __forceinline__ void sync_chunk(int key_warp) {
   if constexpr (Shape::kColumnWarps == 1) {
     __syncwarp();
   } else {
-    // Barrier 0 is that of the whole block.
-    asm volatile("bar.sync %0, %1;" ::"r"(1 + key_warp), "n"(32 * Shape::kColumnWarps) : "memory");
+    sync_threads(1 + key_warp, 32 * Shape::kColumnWarps);
   }
 }
 
@@ -144,38 +143,39 @@ __device__ __forceinline__ void attend_keys(const AttentionForwardParams& p, boo
   const int key_row = chunk_copier.row(), column = chunk_copier.column();
   // Keys of a chunk that exist for this thread: none where its column is padding.
   const int key_limit = column < head_dim ? scores.key_count : 0;
-  auto copy = [&](Tile tile, const char* source, int64_t token_bytes, int chunk) {
-    const int first_key = chunk * kKeys, keys = key_limit - first_key;
-    if (chunk < end) {
-      const char* mine = key_row < keys ? source + (first_key + key_row) * token_bytes : source;
-      const int64_t step_bytes = token_bytes * chunk_copier.kRowStep;
-      if (scores.key_keep == nullptr && keys >= kKeys) {
-        chunk_copier.copy(tile.address(0, 0), mine, step_bytes);
-      } else if (scores.key_keep == nullptr) {
-        chunk_copier.copy(tile.address(0, 0), mine, step_bytes,
-                          [&](int row) { return row < keys; });
-      } else {
-        chunk_copier.copy(tile.address(0, 0), mine, step_bytes,
-                          [&](int row) { return row < keys && scores.key_keep[first_key + row]; });
-      }
-    }
-  };
-  const auto* k = static_cast<const Element*>(p.k.data) + offset_in(p.k, b, 0, kv_head) + column;
-  const auto* v = static_cast<const Element*>(p.v.data) + offset_in(p.v, b, 0, kv_head) + column;
-  const char* k_bytes = settled(reinterpret_cast<const char*>(k));
-  const char* v_bytes = settled(reinterpret_cast<const char*>(v));
-  const int64_t k_token_bytes = p.k.token_stride * kBytes,
-                v_token_bytes = p.v.token_stride * kBytes;
-
   const int first_chunk = share.rank * Shape::kKeyWarps + key_warp;
   const int chunk_step = share.splits * Shape::kKeyWarps;
+  // This thread's part of a chunk, moved on to the warp's next chunk by every copy.
+  auto first_part = [&](const HeadsView& view) {
+    const int64_t at = offset_in(view, b, first_chunk * kKeys + key_row, kv_head) + column;
+    return settled(static_cast<const char*>(view.data) + at * kBytes);
+  };
+  auto copy = [&](Tile tile, const char*& source, int64_t token_bytes, int chunk) {
+    const int first_key = chunk * kKeys, keys = key_limit - first_key;
+    if (chunk < end) {
+      const int64_t step_bytes = token_bytes * chunk_copier.kRowStep;
+      if (scores.key_keep == nullptr && keys >= kKeys) {
+        chunk_copier.copy(tile.address(0, 0), source, step_bytes);
+      } else if (scores.key_keep == nullptr) {
+        chunk_copier.copy(tile.address(0, 0), source, step_bytes,
+                          [&](int row) { return row < keys; });
+      } else {
+        chunk_copier.copy(tile.address(0, 0), source, step_bytes,
+                          [&](int row) { return row < keys && scores.key_keep[first_key + row]; });
+      }
+      source += token_bytes * (chunk_step * kKeys);
+    }
+  };
+  const char *k_part = first_part(p.k), *v_part = first_part(p.v);
+  const int64_t k_token_bytes = p.k.token_stride * kBytes,
+                v_token_bytes = p.v.token_stride * kBytes;
   // Groups of copies also where there is no chunk, so that counting them is counting chunks.
   auto load_k = [&](int chunk, int slot) {
-    copy(k_tile(slot), k_bytes, k_token_bytes, chunk);
+    copy(k_tile(slot), k_part, k_token_bytes, chunk);
     commit_copies();
   };
   auto load_v = [&](int chunk, int slot) {
-    copy(v_tile(slot), v_bytes, v_token_bytes, chunk);
+    copy(v_tile(slot), v_part, v_token_bytes, chunk);
     commit_copies();
   };
 
@@ -184,10 +184,16 @@ __device__ __forceinline__ void attend_keys(const AttentionForwardParams& p, boo
     wait_for_previous_kernel();
     query_copier.copy(q_tile);  // in one group with the first K
   }
+  int loaded = 0;
 #pragma unroll 1
-  for (int i = 0; i < kStages; ++i) {
-    load_k(first_chunk + i * chunk_step, i);
-    load_v(first_chunk + i * chunk_step, i);
+  for (; loaded < kStages && first_chunk + loaded * chunk_step < end; ++loaded) {
+    load_k(first_chunk + loaded * chunk_step, loaded);
+    load_v(first_chunk + loaded * chunk_step, loaded);
+  }
+#pragma unroll 1
+  for (; loaded < kStages; ++loaded) {
+    commit_copies();
+    commit_copies();
   }
   if (has_finished_keys) {
     wait_for_previous_kernel();
@@ -275,22 +281,44 @@ __device__ __forceinline__ RowPart merge_blocks(const typename Shape::Merged& me
   return merge<typename Shape::Element>(parts);
 }
 
+// Where a thread's two columns of o and its rows of lse lie. Found in front of the wait.
+template <class Shape>
+struct MergePlace {
+  using Element = typename Shape::Element;
+  static constexpr int kRowStep = kBlockThreads / (Shape::kD / 2);
+  static_assert(Shape::kQueries % kRowStep == 0, "every thread has as many rows");
+  static __device__ __forceinline__ int first_row() { return threadIdx.x / (Shape::kD / 2); }
+  static __device__ __forceinline__ int column() { return threadIdx.x % (Shape::kD / 2) * 2; }
+
+  char* o;  // of the first row
+  char* lse;
+  int rows;  // from there on; none where the columns do not exist
+
+  __device__ __forceinline__ MergePlace(const AttentionForwardParams& p, int64_t b, int h,
+                                        int first_query) {
+    const AttentionSizes& sizes = p.sizes;
+    const int query = first_query + first_row();
+    o = settled(reinterpret_cast<char*>(static_cast<Element*>(p.o.data) +
+                                        offset_in(p.o, b, query, h) + column()));
+    lse = settled(
+        reinterpret_cast<char*>(p.lse + (b * sizes.num_heads + h) * sizes.num_queries + query));
+    rows = column() < sizes.head_dim ? sizes.num_queries - query : 0;
+  }
+};
+
 // o and lse of the tile from the warps' parts, and from other blocks' where they share the tile:
 // each then finishes every splits-th row.
 template <class Shape>
 __device__ __forceinline__ void merge_parts(const AttentionForwardParams& p, const KeyShare& share,
-                                            typename Shape::SharedStorage& shared, int64_t b, int h,
-                                            int first_query) {
+                                            typename Shape::SharedStorage& shared,
+                                            const MergePlace<Shape>& place) {
   using Element = typename Shape::Element;
-  constexpr int kD = Shape::kD;
-  constexpr int kRowStep = kBlockThreads / (kD / 2);
-  static_assert(Shape::kQueries % kRowStep == 0, "every thread has as many rows");
-  const int first_row = threadIdx.x / (kD / 2), d = threadIdx.x % (kD / 2) * 2;
-  const AttentionSizes& sizes = p.sizes;
+  constexpr int kRowStep = MergePlace<Shape>::kRowStep;
+  const int first_row = place.first_row(), d = place.column();
   if (share.splits > 1) {
 #pragma unroll 1
-    for (int row = first_row; row < Shape::kQueries; row += kRowStep) {
-      if (first_query + row >= sizes.num_queries) break;
+    for (int i = 0; i < Shape::kQueries && i < place.rows; i += kRowStep) {
+      const int row = first_row + i;
       const RowPart part = merge_warps<Shape>(shared, row, d);
       shared.results.merged.o[row][d / 2] = part.o;
       if (d == 0) shared.results.merged.row[row] = make_float2(part.row_max, part.row_sum);
@@ -298,19 +326,19 @@ __device__ __forceinline__ void merge_parts(const AttentionForwardParams& p, con
     sync_cluster();  // what all blocks have is written
   }
 #pragma unroll
-  for (int row = first_row; row < Shape::kQueries; row += kRowStep) {
-    const int query = first_query + row;
-    if (query >= sizes.num_queries || d >= sizes.head_dim) continue;
+  for (int i = 0; i < Shape::kQueries; i += kRowStep) {
+    const int row = first_row + i;
+    if (i >= place.rows) continue;
     if ((row & (share.splits - 1)) != share.rank) continue;
     const RowPart part = share.splits > 1
                              ? merge_blocks<Shape>(shared.results.merged, row, d, share.splits)
                              : merge_warps<Shape>(shared, row, d);
     const float factor = part.row_sum > 0.f ? 1.f / part.row_sum : 0.f;
-    store2(static_cast<Element*>(p.o.data) + offset_in(p.o, b, query, h) + d, part.o.x * factor,
+    store2(reinterpret_cast<Element*>(place.o) + i * p.o.token_stride, part.o.x * factor,
            part.o.y * factor);
     if (d == 0) {
       constexpr float kNatural = sizeof(Element) == 2 ? kLn2 : 1.f;
-      p.lse[(b * sizes.num_heads + h) * sizes.num_queries + query] =
+      reinterpret_cast<float*>(place.lse)[i] =
           part.row_sum > 0.f ? fmaf(part.row_max, kNatural, logf(part.row_sum))
                              : negative_infinity();
     }
@@ -342,6 +370,7 @@ __device__ __forceinline__ void attend_tile(const BlockAttentionParams& block,
   const AttentionForwardParams& p = block.attention;
   const AttentionTile at = locate_tile(block, blockIdx.x);
   const HeadScores scores(p.sizes, p.scores, at.b, at.h, kScoreUnit<Element>);
+  const MergePlace<Shape> place(p, at.b, at.h, at.first_query);
 
   float o[1][Shape::kOutTiles][4] = {};
   typename Shape::Softmax softmax;
@@ -365,9 +394,7 @@ __device__ __forceinline__ void attend_tile(const BlockAttentionParams& block,
     }
   }
   __syncthreads();  // all parts are written
-  // Worked out again instead of kept in registers
-  const AttentionTile to = locate_tile(block, opaque(blockIdx.x));
-  merge_parts<Shape>(p, to.share, shared, to.b, to.h, to.first_query);
+  merge_parts<Shape>(p, at.share, shared, place);
 }
 
 }  // namespace frx

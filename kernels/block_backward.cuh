@@ -6,6 +6,7 @@
 #include "block_backward.h"
 #include "block_key_gradients.cuh"
 #include "block_query_gradients.cuh"
+#include "device.h"
 #include "grouped_gemm.cuh"
 #include "plan.h"
 
@@ -21,16 +22,28 @@ int64_t launch_products(const GemmGroup& group, bool follows_kernel, cudaStream_
   return blocks;
 }
 
+template <class Op, class ProductOp, int kD, bool kHasTwoGroups>
+void launch_query_blocks(const BlockQueryParams& p, int64_t blocks, cudaStream_t stream) {
+  using Shape = BlockQueryShape<Op, ProductOp, kD, kHasTwoGroups>;
+  launch_chained(block_query_gradients_kernel<Op, ProductOp, kD, kHasTwoGroups>,
+                 "block_query_gradients", blocks, Shape::kThreads,
+                 sizeof(typename Shape::SharedStorage), stream, p);
+}
+
 template <class Op, class ProductOp, int kD>
 int64_t launch_query_side(const BlockAttentionBackwardParams& attention, bool follows_kernel,
                           cudaStream_t stream) {
-  using Shape = BlockQueryShape<Op, ProductOp, kD>;
   const BlockQueryParams p{attention, follows_kernel};
   const AttentionSizes& sizes = attention.attention.sizes;
-  const int64_t tiles = ceil_div(sizes.num_queries, Shape::kRows);
+  const int64_t tiles = ceil_div(sizes.num_queries, kBlockBackwardRows);
   const int64_t blocks = tiles * sizes.num_heads * sizes.batch;
-  launch_chained(block_query_gradients_kernel<Op, ProductOp, kD>, "block_query_gradients", blocks,
-                 Shape::kThreads, sizeof(typename Shape::SharedStorage), stream, p);
+  if constexpr (kAllowsTwoGroups<Op, kD>) {
+    if (blocks <= current_gpu().num_sms) {
+      launch_query_blocks<Op, ProductOp, kD, true>(p, blocks, stream);
+      return blocks;
+    }
+  }
+  launch_query_blocks<Op, ProductOp, kD, false>(p, blocks, stream);
   return blocks;
 }
 

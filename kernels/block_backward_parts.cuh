@@ -4,12 +4,12 @@
 #pragma once
 
 #include "block_backward_params.h"
+#include "block_turns.cuh"
 #include "grouped_gemm.cuh"  // defines: shared_address
 #include "mma.cuh"
 #include "rope.cuh"
 #include "row_copier.cuh"
 #include "storage.cuh"
-#include "turns.cuh"
 
 namespace frx {
 
@@ -75,16 +75,54 @@ __device__ __forceinline__ CosSin table_entry(const RotationParams& r, const Hea
   return {r.cos[entry], r.sin[entry]};
 }
 
+// Where a thread's pairs of a gradient are, and how they turn. Found while copies are under way:
+// after the products everybody would wait for it.
+template <int kThreads, int kD, class Element>
+struct GradientPlace {
+  int first, second;  // dims
+  char* out;          // the first member of the first row's pair
+  int rows;           // from there on; none where the dims do not exist
+
+  // r: null where nothing turns.
+  __device__ __forceinline__ GradientPlace(const HeadsView& view, int head_dim,
+                                           const BlockRotation* r, const HeadTile& at, int thread) {
+    using Shape = PairShape<kThreads, kD>;
+    const int pair = thread % Shape::kPairs, row = thread / Shape::kPairs;
+    first = r == nullptr ? 2 * pair : head_pair(*r, pair).first;
+    second = r == nullptr ? 2 * pair + 1 : head_pair(*r, pair).second;
+    const int token = at.first_token + row;
+    out = settled(reinterpret_cast<char*>(static_cast<Element*>(view.data) +
+                                          offset_in(view, at.batch, token, at.head) + first));
+    rows = first < head_dim ? at.num_tokens - token : 0;
+  }
+};
+
+// Of the thread's pair.
+template <int kThreads, int kD>
+__device__ __forceinline__ uint64_t load_tile_turns(const BlockRotation& r) {
+  const int pair = threadIdx.x % PairShape<kThreads, kD>::kPairs;
+  if (r.cos != nullptr || !head_pair(r, pair).turns) return 0;
+  return load_turns(r, pair, quotient(pair, r.axis_pairs));
+}
+
 // Each thread finds the angles that it will use itself: no barrier lies between.
 template <int kThreads, int kD>
 __device__ __forceinline__ void find_tile_angles(TileAngles<kD>& angles, const BlockRotation& r,
-                                                 const HeadTile& at) {
+                                                 uint64_t turns, const HeadTile& at) {
   using Shape = PairShape<kThreads, kD>;
   const int pair = threadIdx.x % Shape::kPairs;
   const HeadPair dims = head_pair(r, pair);
   if (!dims.turns) return;
   const int axis = quotient(pair, r.axis_pairs);
-  const uint64_t turns = turns_of_pair(r, pair, axis);
+  if (r.cos == nullptr && r.positions == nullptr) {
+    // Free of branches, so that the angles of a thread are worked out side by side
+#pragma unroll
+    for (int i = 0; i < kBlockBackwardRows / Shape::kRowStep; ++i) {
+      const int row = threadIdx.x / Shape::kPairs + i * Shape::kRowStep;
+      angles[row][pair] = cos_sin_of_turn(fraction_of_turn({at.first_token + row, 0}, turns));
+    }
+    return;
+  }
 #pragma unroll 1
   for (int row = threadIdx.x / Shape::kPairs; row < kBlockBackwardRows; row += Shape::kRowStep) {
     const int token = at.first_token + row;
@@ -100,43 +138,41 @@ __device__ __forceinline__ void find_tile_angles(TileAngles<kD>& angles, const B
 
 // Adds up kParts parts of a tile in a fixed order, [16][kD + 8] each and kPartStride floats apart,
 // scales, turns back unless r is null, rounds once and stores.
-template <int kThreads, int kD, int kParts, int kPartStride, class Element>
-__device__ __forceinline__ void store_turned_back(Element* out, int64_t token_stride,
-                                                  const float* parts, float factor, int head_dim,
-                                                  const BlockRotation* r,
+template <int kParts, int kPartStride, int kThreads, int kD, class Element>
+__device__ __forceinline__ void store_turned_back(const GradientPlace<kThreads, kD, Element>& place,
+                                                  int64_t token_stride, const float* parts,
+                                                  float factor, const BlockRotation* r,
                                                   const TileAngles<kD>& angles,
                                                   const HeadTile& at) {
   using Shape = PairShape<kThreads, kD>;
-  // Opaque, so that nothing is kept in registers since the angles were found.
-  const int thread = opaque(threadIdx.x), pair = thread % Shape::kPairs;
-  const HeadPair dims =
-      r == nullptr ? HeadPair{2 * pair, 2 * pair + 1, false} : head_pair(*r, pair);
-  if (dims.first >= head_dim) return;
-  const bool adjacent = dims.second == dims.first + 1;
-#pragma unroll 2
-  for (int row = thread / Shape::kPairs; row < kBlockBackwardRows; row += Shape::kRowStep) {
-    const int token = at.first_token + row;
-    if (token >= at.num_tokens) return;
+  const int first = place.first, second = place.second;
+  const int pair = threadIdx.x % Shape::kPairs, first_row = threadIdx.x / Shape::kPairs;
+  const bool adjacent = second == first + 1;
+#pragma unroll
+  for (int i = 0; i < kBlockBackwardRows / Shape::kRowStep; ++i) {
+    if (i * Shape::kRowStep >= place.rows) return;
+    const int row = first_row + i * Shape::kRowStep;
     Pair g = {0.f, 0.f};
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
       const float* sums = parts + part * kPartStride + row * (kD + 8);
-      const float2 both = adjacent ? *reinterpret_cast<const float2*>(sums + dims.first)
-                                   : make_float2(sums[dims.first], sums[dims.second]);
+      const float2 both = adjacent ? *reinterpret_cast<const float2*>(sums + first)
+                                   : make_float2(sums[first], sums[second]);
       g.first += both.x;
       g.second += both.y;
     }
     g = {g.first * factor, g.second * factor};
-    if (dims.turns) {
-      const CosSin first = angles[row][pair];
-      g = rotate_back(g, first, r->full_width ? table_entry(*r, at, token, dims.second) : first);
+    if (r != nullptr && pair < r->rotary_dim / 2) {
+      const CosSin angle = angles[row][pair];
+      g = rotate_back(g, angle,
+                      r->full_width ? table_entry(*r, at, at.first_token + row, second) : angle);
     }
-    Element* to = out + row * token_stride;
+    Element* out = reinterpret_cast<Element*>(place.out) + i * Shape::kRowStep * token_stride;
     if (adjacent) {
-      store2(to + dims.first, g.first, g.second);
+      store2(out, g.first, g.second);
     } else {
-      to[dims.first] = from_float<Element>(g.first);
-      to[dims.second] = from_float<Element>(g.second);
+      out[0] = from_float<Element>(g.first);
+      out[second - first] = from_float<Element>(g.second);
     }
   }
 }
@@ -179,13 +215,13 @@ class HeadCopier {
   const char* source_;
 };
 
-// Barrier of the warps that share a chunk. Barrier 0 is that of the whole block.
+// Barrier of the warps that share a chunk.
 template <int kColumnWarps>
 __device__ __forceinline__ void sync_chunk_warps(int chunk_warp) {
   if constexpr (kColumnWarps == 1) {
     __syncwarp();
   } else {
-    asm volatile("bar.sync %0, %1;" ::"r"(1 + chunk_warp), "n"(32 * kColumnWarps) : "memory");
+    sync_threads(1 + chunk_warp, 32 * kColumnWarps);
   }
 }
 

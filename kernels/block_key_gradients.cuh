@@ -104,8 +104,15 @@ class QueryChunkCopier {
             static_cast<int64_t>(at.batch * p.heads.value + at.head * at.group + head_of_group) *
                 num_queries_))) {}
 
-  __device__ __forceinline__ void copy(typename Shape::Chunk& shared, int first_query) const {
+  // An argument of the call.
+  __device__ __forceinline__ void copy_queries(typename Shape::Chunk& shared,
+                                               int first_query) const {
     q_.copy(shared_address(shared.q), first_query);
+  }
+
+  // What the query side has made of them.
+  __device__ __forceinline__ void copy_gradients(typename Shape::Chunk& shared,
+                                                 int first_query) const {
     dout_.copy(shared_address(shared.dout), first_query);
     if (thread_ >= Shape::kQueries) return;
     // Zeros for a query that does not exist, whose score is -inf
@@ -122,18 +129,16 @@ class QueryChunkCopier {
   const char* rows_;
 };
 
-// dk and dv += what one chunk of queries gives.
+// Scores of one chunk of queries: rows are keys, columns queries.
 template <class Op, class Shape>
-__device__ __forceinline__ void add_query_chunk(const AttentionBackwardParams& p, const KeyTile& at,
-                                                typename Shape::SharedStorage& shared,
-                                                typename Shape::Chunk& chunk,
-                                                const QueryChunk& item, int column,
-                                                float (&dk)[1][Shape::kOutTiles][4],
-                                                float (&dv)[1][Shape::kOutTiles][4]) {
+__device__ __forceinline__ void score_query_chunk(const AttentionBackwardParams& p,
+                                                  const KeyTile& at,
+                                                  typename Shape::SharedStorage& shared,
+                                                  typename Shape::Chunk& chunk,
+                                                  const QueryChunk& item, float (&s)[1][2][4]) {
   using Element = typename Op::Element;
   using Tile = typename Shape::Tile;
   const int lane = opaque(threadIdx.x % 32);
-  const Tile k_tile{shared.k}, v_tile{shared.v}, q_tile{chunk.q}, dout_tile{chunk.dout};
   const HeadScores scores(p.sizes, p.scores, at.batch, at.head * at.group + item.head,
                           kScoreUnit<Element>);
   const int first_query = item.first_query();
@@ -142,12 +147,30 @@ __device__ __forceinline__ void add_query_chunk(const AttentionBackwardParams& p
       at.first_key + Shape::kRows <=
           keys_visible(first_query, scores.num_queries, scores.key_count, scores.is_causal);
 
-  // Rows are keys, columns queries: the query side's operands exchanged, to the bit the same
-  float weights[1][2][4] = {}, ds[1][2][4] = {};
-  multiply_rows<ExchangedOp<Op>, 1, 2, Shape::kHeadDim>(weights, k_tile, 0, q_tile, lane);
-  multiply_rows<ExchangedOp<Op>, 1, 2, Shape::kHeadDim>(ds, v_tile, 0, dout_tile, lane);
-  apply_modifiers<true>(weights[0], scores, at.first_key + lane / 4, first_query + 2 * (lane % 4),
+  // The query side's operands exchanged, to the bit the same
+#pragma unroll
+  for (int n = 0; n < 2; ++n) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) s[0][n][i] = 0.f;
+  }
+  multiply_rows<ExchangedOp<Op>, 1, 2, Shape::kHeadDim>(s, Tile{shared.k}, 0, Tile{chunk.q}, lane);
+  apply_modifiers<true>(s[0], scores, at.first_key + lane / 4, first_query + 2 * (lane % 4),
                         is_plain);
+}
+
+// dk and dv += what one chunk of queries gives. weights: its scores.
+template <class Op, class Shape>
+__device__ __forceinline__ void add_query_chunk(typename Shape::SharedStorage& shared,
+                                                typename Shape::Chunk& chunk, int column,
+                                                float (&weights)[1][2][4],
+                                                float (&dk)[1][Shape::kOutTiles][4],
+                                                float (&dv)[1][Shape::kOutTiles][4]) {
+  using Element = typename Op::Element;
+  using Tile = typename Shape::Tile;
+  const int lane = opaque(threadIdx.x % 32);
+  const Tile v_tile{shared.v}, q_tile{chunk.q}, dout_tile{chunk.dout};
+  float ds[1][2][4] = {};
+  multiply_rows<ExchangedOp<Op>, 1, 2, Shape::kHeadDim>(ds, v_tile, 0, dout_tile, lane);
 #pragma unroll
   for (int n = 0; n < 2; ++n) {
 #pragma unroll
@@ -177,11 +200,12 @@ __device__ __forceinline__ void differentiate_keys(const BlockAttentionBackwardP
   constexpr int kD = Shape::kHeadDim;
   const AttentionBackwardParams& a = p.attention;
   const KeyTile at(p, tile);
+  const uint64_t turns = load_tile_turns<Shape::kThreads, kD>(p.k_rotation);
   const int thread = threadIdx.x, warp = thread / 32;
   const int chunk_warp = warp % Shape::kChunkWarps, column_warp = warp / Shape::kChunkWarps;
   const int column = 8 * Shape::kOutTiles * column_warp;
 
-  // Keys, values and angles do not depend on the query side
+  // Keys, values and queries do not depend on the query side
   const HeadScores scores(a.sizes, a.scores, at.batch, at.head * at.group);
   auto load_keys = [&](Element* to, const HeadsView& view) {
     const HeadCopier<Tile, Shape::kThreads, Element> copier(
@@ -195,36 +219,53 @@ __device__ __forceinline__ void differentiate_keys(const BlockAttentionBackwardP
   };
   load_keys(shared.k, a.k);
   load_keys(shared.v, a.v);
-  find_tile_angles<Shape::kThreads, kD>(shared.angles, p.k_rotation, at);
-  QueryChunk next{0, at.chunks.begin + chunk_warp};
-  next.settle(at);
-  auto copier_of_next = [&] {
-    return QueryChunkCopier<Shape>(p, at, next.head, 32 * column_warp + thread % 32);
+  QueryChunk item{0, at.chunks.begin + chunk_warp};
+  item.settle(at);
+  auto copier_of = [&](const QueryChunk& chunk) {
+    return QueryChunkCopier<Shape>(p, at, chunk.head, 32 * column_warp + thread % 32);
   };
-  auto load_next = [&](int stage, const QueryChunkCopier<Shape>& copier) {
-    if (next.exists(at)) copier.copy(shared.chunks[chunk_warp][stage], next.first_query());
-    commit_copies();  // also an empty group, so that their count is known
-  };
-  const QueryChunkCopier<Shape> first = copier_of_next();
+  const QueryChunkCopier<Shape> first = copier_of(item);
+  auto chunk_of = [&](int stage) -> auto& { return shared.chunks[chunk_warp][stage]; };
+  if (item.exists(at)) first.copy_queries(chunk_of(0), item.first_query());
+  commit_copies();
   wait_for_previous_kernel();
-  load_next(0, first);  // in one group with the keys
+  if (item.exists(at)) first.copy_gradients(chunk_of(0), item.first_query());
   let_next_kernel_start();
-  wait_copies<0>();
-  __syncthreads();  // keys are here, brought by all warps, and the first chunk
+  commit_copies();
+  wait_copies<1>();
+  __syncthreads();  // keys are here, brought by all warps, and the first queries
 
   float dk[1][Shape::kOutTiles][4] = {}, dv[1][Shape::kOutTiles][4] = {};
+  float weights[1][2][4];
   int stage = 0;
+  auto score_item = [&] {
+    if (item.exists(at)) {
+      score_query_chunk<Op, Shape>(a, at, shared, chunk_of(stage), item, weights);
+    }
+  };
+  // What needs no gradients, while they are under way
+  score_item();
+  using Place = GradientPlace<Shape::kThreads, kD, Element>;
+  const Place dk_place(a.dk, a.sizes.head_dim, &p.k_rotation, at, thread);
+  const Place dv_place(a.dv, a.sizes.head_dim, nullptr, at, thread);
+  find_tile_angles<Shape::kThreads, kD>(shared.angles, p.k_rotation, turns, at);
+  wait_copies<0>();
+  sync_chunk_warps<Shape::kColumnWarps>(chunk_warp);  // the rest of the first chunk is here
 #pragma unroll 1
-  while (next.exists(at)) {
-    const QueryChunk item = next;
-    next.chunk += Shape::kChunkWarps;
-    next.settle(at);
-    load_next(stage ^ 1, copier_of_next());
-    add_query_chunk<Op, Shape>(a, at, shared, shared.chunks[chunk_warp][stage], item, column, dk,
-                               dv);
+  while (item.exists(at)) {
+    item.chunk += Shape::kChunkWarps;
+    item.settle(at);
+    if (item.exists(at)) {
+      const QueryChunkCopier<Shape> copier = copier_of(item);
+      copier.copy_queries(chunk_of(stage ^ 1), item.first_query());
+      copier.copy_gradients(chunk_of(stage ^ 1), item.first_query());
+    }
+    commit_copies();
+    add_query_chunk<Op, Shape>(shared, chunk_of(stage), column, weights, dk, dv);
     wait_copies<0>();
     sync_chunk_warps<Shape::kColumnWarps>(chunk_warp);  // next chunk is here, this one was read
     stage ^= 1;
+    score_item();
   }
 
   __syncthreads();  // every warp is done with its chunks, which the parts replace
@@ -232,14 +273,11 @@ __device__ __forceinline__ void differentiate_keys(const BlockAttentionBackwardP
   store_part<kD>(shared.parts[chunk_warp].dv, dv[0], column, thread % 32);
   __syncthreads();  // all parts are written
   constexpr int kPartFloats = sizeof(typename Shape::Parts) / sizeof(float);
-  auto store = [&](const HeadsView& view, const float* parts, float factor,
-                   const BlockRotation* rotation) {
-    store_turned_back<Shape::kThreads, kD, Shape::kChunkWarps, kPartFloats>(
-        static_cast<Element*>(view.data) + offset_in(view, at.batch, at.first_key, at.head),
-        view.token_stride, parts, factor, a.sizes.head_dim, rotation, shared.angles, at);
-  };
-  store(a.dk, shared.parts[0].dk[0], a.scores.scale, &p.k_rotation);
-  store(a.dv, shared.parts[0].dv[0], 1.f, nullptr);
+  store_turned_back<Shape::kChunkWarps, kPartFloats>(dk_place, a.dk.token_stride,
+                                                     shared.parts[0].dk[0], a.scores.scale,
+                                                     &p.k_rotation, shared.angles, at);
+  store_turned_back<Shape::kChunkWarps, kPartFloats>(
+      dv_place, a.dv.token_stride, shared.parts[0].dv[0], 1.f, nullptr, shared.angles, at);
 }
 
 // Blocks that share a multiprocessor, bounded by registers.

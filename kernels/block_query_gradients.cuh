@@ -1,11 +1,15 @@
 // Query side of a small block's attention backward: dout, the sums of rows, dq.
 //
-// A block keeps 16 queries of one head. Its 8 warps first share the depth of dout = dy w_out, which
-// no other block computes; then the keys are spread over them in chunks of 16. Each warp sums
+// A block keeps 16 queries of one head. Eight warps share the depth of dout = dy w_out, which no
+// other block computes. The keys are spread over eight warps in chunks of 16. Each of them sums
 // weights and weight gradients of its chunks, every thread adds up the sums of its rows (see
 // attention_row_sums.cuh for why they are not taken from o and lse), and each warp adds its chunks
 // to a dq of its own; in the end those meet in shared memory, where the rotation is undone. Up to
 // one chunk a warp, nothing is computed twice.
+//
+// Where no multiprocessor has more than one tile, these are two groups of warps: the weights of the
+// first keys, and the angles, are there as soon as dout is. Elsewhere the same warps do both, and
+// two blocks share a multiprocessor.
 #pragma once
 
 #include "block_backward_parts.cuh"
@@ -14,13 +18,17 @@
 
 namespace frx {
 
+// Whether a block may have two groups of warps: bounded by registers and shared memory.
+template <class Op, int kD>
+constexpr bool kAllowsTwoGroups = kD * sizeof(typename Op::Element) <= 128;
+
 // ProductOp: multiplies what comes from memory, which leaves more ways to split fp32.
-template <class Op, class ProductOp, int kD>
+template <class Op, class ProductOp, int kD, bool kHasTwoGroups>
 struct BlockQueryShape {
   using Element = typename Op::Element;
   using Tile = SmemTile<Element, kD>;
   static constexpr int kHeadDim = kD;
-  static constexpr int kThreads = 256, kWarps = kThreads / 32;
+  static constexpr int kGroupThreads = 256, kWarps = kGroupThreads / 32;
   static constexpr int kRows = kBlockBackwardRows;
   static constexpr int kKeys = 16;  // a chunk
   static constexpr int kChunkBytes = 2 * kKeys * kD * sizeof(Element);
@@ -52,6 +60,9 @@ struct BlockQueryShape {
   };
   // The first keys arrive while dout is computed, where there is room for both.
   static constexpr bool kEarlyKeys = kD * sizeof(Element) <= 128;
+  static constexpr bool kTwoGroups = kHasTwoGroups;
+  static_assert(!kTwoGroups || kAllowsTwoGroups<Op, kD>, "keys arrive while dout is computed");
+  static constexpr int kThreads = kTwoGroups ? 2 * kGroupThreads : kGroupThreads;
   static constexpr int kChunksBytes = kKeyWarps * sizeof(Chunk);
   union Scratch {
     Stage stages[kStages];
@@ -72,6 +83,30 @@ struct BlockQueryShape {
   };
   static_assert(sizeof(SharedStorage) <= 99 * 1024, "every GPU since sm_80 has it");
 };
+
+// A warp's part in the work, and its place among those that share it.
+template <class Shape>
+struct QueryRole {
+  int thread;  // of the group
+  bool makes_dout, walks_over_keys;
+
+  __device__ __forceinline__ QueryRole()
+      : thread(threadIdx.x % Shape::kGroupThreads),
+        makes_dout(!Shape::kTwoGroups || threadIdx.x < Shape::kGroupThreads),
+        walks_over_keys(!Shape::kTwoGroups || threadIdx.x >= Shape::kGroupThreads) {}
+};
+
+// Barriers of the groups; below are those of the warps that share a chunk.
+constexpr int kDoutBarrier = 14, kKeysBarrier = 15;
+
+template <class Shape>
+__device__ __forceinline__ void sync_group(int barrier) {
+  if constexpr (Shape::kTwoGroups) {
+    sync_threads(barrier, Shape::kGroupThreads);
+  } else {
+    __syncthreads();
+  }
+}
 
 // Where a block's tile lies, and whose keys it sees.
 struct QueryTile : HeadTile {
@@ -128,7 +163,7 @@ __device__ __forceinline__ void store_dout(const AttentionBackwardParams& p, con
   using Element = typename Shape::Element;
   using Tile = typename Shape::Tile;
   constexpr int kPairs = Shape::Tile::kChunks * Tile::kChunkElements / 2;
-  constexpr int kRowStep = Shape::kThreads / kPairs;
+  constexpr int kRowStep = Shape::kGroupThreads / kPairs;
   const Tile tile{shared.dout};
   const int d = threadIdx.x % kPairs * 2, first = threadIdx.x / kPairs;
   Element* out = static_cast<Element*>(p.dout.data) +
@@ -163,7 +198,7 @@ __device__ __forceinline__ void project_dout(const AttentionBackwardParams& p, c
 #pragma unroll 1
   for (int i = 0; i < num_stages; ++i) {
     wait_copies<Shape::kStages - 1>();
-    __syncthreads();  // stage i is here
+    sync_group<Shape>(kDoutBarrier);  // stage i is here
     auto& stage = shared.scratch.stages[slot];
     const typename Shape::DyTile dy{stage.dy};
     const typename Shape::WeightTile weight{{stage.weight}};
@@ -179,13 +214,15 @@ __device__ __forceinline__ void project_dout(const AttentionBackwardParams& p, c
         ProductOp::multiply_add(c[n + 1], a, b[1]);
       }
     }
-    if (i + Shape::kStages < num_stages) __syncthreads();  // every warp is done with this stage
+    if (i + Shape::kStages < num_stages) {
+      sync_group<Shape>(kDoutBarrier);  // every warp is done with this stage
+    }
     load(i + Shape::kStages, slot);
     slot = slot + 1 < Shape::kStages ? slot + 1 : 0;
   }
-  __syncthreads();  // every warp is done with the last stage, which the shares replace
+  sync_group<Shape>(kDoutBarrier);  // every warp is done with the last stage: shares replace it
   store_part<Shape::kHeadDim>(shared.scratch.parts[share], c, first_column, lane);
-  __syncthreads();  // all shares are written
+  sync_group<Shape>(kDoutBarrier);  // all shares are written
   store_dout<Shape>(p, at, shared);
 }
 
@@ -194,24 +231,25 @@ __device__ __forceinline__ float sum_over_quad(float x) {  // the four threads t
   return x + __shfl_xor_sync(~0u, x, 2);
 }
 
-// Weights and weight gradients of one chunk.
-template <class Op, class Shape>
-__device__ __forceinline__ void weigh_chunk(const AttentionBackwardParams& p,
-                                            const HeadScores& scores, const QueryTile& at,
-                                            typename Shape::SharedStorage& shared,
-                                            typename Shape::Chunk& chunk_shared, int chunk,
-                                            int lane, const QueryRows& rows,
-                                            float (&weights)[1][2][4], float (&dweights)[1][2][4]) {
-  using Element = typename Op::Element;
-  using Tile = typename Shape::Tile;
+__device__ __forceinline__ void clear(float (&c)[1][2][4]) {
 #pragma unroll
   for (int n = 0; n < 2; ++n) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) weights[0][n][i] = dweights[0][n][i] = 0.f;
+    for (int i = 0; i < 4; ++i) c[0][n][i] = 0.f;
   }
+}
+
+// Weights of one chunk, not yet divided by their row's sum.
+template <class Op, class Shape>
+__device__ __forceinline__ void weigh_chunk(const HeadScores& scores, const QueryTile& at,
+                                            typename Shape::SharedStorage& shared,
+                                            typename Shape::Chunk& chunk_shared, int chunk,
+                                            int lane, const QueryRows& rows,
+                                            float (&weights)[1][2][4]) {
+  using Element = typename Op::Element;
+  using Tile = typename Shape::Tile;
+  clear(weights);
   multiply_rows<Op, 1, 2, Shape::kHeadDim>(weights, Tile{shared.q}, 0, Tile{chunk_shared.k}, lane);
-  multiply_rows<Op, 1, 2, Shape::kHeadDim>(dweights, Tile{shared.dout}, 0, Tile{chunk_shared.v},
-                                           lane);
   const int first_key = chunk * Shape::kKeys;
   const bool is_plain =
       scores.is_plain() && at.first_query + Shape::kRows <= at.num_tokens &&
@@ -228,21 +266,26 @@ __device__ __forceinline__ void weigh_chunk(const AttentionBackwardParams& p,
   }
 }
 
-// Row sums, then dq, over this warp's chunks of keys. The first chunk is in shared memory.
+// Row sums, then dq, over this warp's chunks of keys. Queries and the first chunk are in shared
+// memory; dout is behind a barrier of the block where others make it.
 template <class Op, class Shape, class Load>
 __device__ __forceinline__ void walk_over_keys(const BlockAttentionBackwardParams& block,
                                                const HeadScores& scores, const QueryTile& at,
-                                               typename Shape::SharedStorage& shared,
+                                               typename Shape::SharedStorage& shared, int warp,
                                                const QueryRows& rows, Load load_keys,
                                                float (&dq)[1][Shape::kOutTiles][4]) {
+  using Tile = typename Shape::Tile;
   constexpr int kKeyWarps = Shape::kKeyWarps;
   const AttentionBackwardParams& p = block.attention;
-  const int warp = threadIdx.x / 32, key_warp = warp % kKeyWarps, column_warp = warp / kKeyWarps;
+  const int key_warp = warp % kKeyWarps, column_warp = warp / kKeyWarps;
   auto& chunk_shared = shared.chunks()[key_warp];
   const int end = key_tiles_of_queries(at.first_query, Shape::kRows, Shape::kKeys, at.num_tokens,
                                        scores.key_count, scores.is_causal)
                       .end;
   const bool is_kept = end <= kKeyWarps;  // what the first pass found stays in registers
+  auto await_dout = [] {
+    if (Shape::kTwoGroups) __syncthreads();
+  };
   float weight_scale[2] = {}, delta[2] = {}, dlse[2] = {};
   float weight_sum[2] = {}, gradient_sum[2] = {};
   float weights[1][2][4], dweights[1][2][4];
@@ -259,8 +302,11 @@ __device__ __forceinline__ void walk_over_keys(const BlockAttentionBackwardParam
           wait_copies<0>();
           sync_chunk_warps<Shape::kColumnWarps>(key_warp);  // this chunk is here
         }
-        weigh_chunk<Op, Shape>(p, scores, at, shared, chunk_shared, chunk, lane, rows, weights,
-                               dweights);
+        weigh_chunk<Op, Shape>(scores, at, shared, chunk_shared, chunk, lane, rows, weights);
+        if (pass == 0 && chunk == key_warp) await_dout();
+        clear(dweights);
+        multiply_rows<Op, 1, 2, Shape::kHeadDim>(dweights, Tile{shared.dout}, 0,
+                                                 Tile{chunk_shared.v}, lane);
       }
       if (pass == 0) {
 #pragma unroll
@@ -286,6 +332,7 @@ __device__ __forceinline__ void walk_over_keys(const BlockAttentionBackwardParam
       }
     }
     if (pass == 1) return;
+    if (key_warp >= end) await_dout();
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const float weight = sum_over_quad(weight_sum[half]);
@@ -295,10 +342,11 @@ __device__ __forceinline__ void walk_over_keys(const BlockAttentionBackwardParam
         shared.sums[row][key_warp] = make_float2(weight, gradient);
       }
     }
-    __syncthreads();  // the sums of all warps are written
+    sync_group<Shape>(kKeysBarrier);                // the sums of all warps are written
+    const QueryTile to(block, opaque(blockIdx.x));  // found again instead of kept in registers
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int row = threadIdx.x % 32 / 4 + 8 * half, query = at.first_query + row;
+      const int row = threadIdx.x % 32 / 4 + 8 * half, query = to.first_query + row;
       float weight = 0.f, gradient = 0.f;
 #pragma unroll
       for (int w = 0; w < kKeyWarps; w += 2) {
@@ -307,17 +355,19 @@ __device__ __forceinline__ void walk_over_keys(const BlockAttentionBackwardParam
         gradient = gradient + two.y + two.w;
       }
       const bool has_keys = weight > 0.f;
-      const int64_t index = static_cast<int64_t>(at.batch_head) * at.num_tokens + query;
-      dlse[half] = has_keys && p.dlse != nullptr && query < at.num_tokens ? p.dlse[index] : 0.f;
+      const int64_t index = static_cast<int64_t>(to.batch_head) * to.num_tokens + query;
+      dlse[half] = has_keys && p.dlse != nullptr && query < to.num_tokens ? p.dlse[index] : 0.f;
       weight_scale[half] = has_keys ? 1.f / weight : 1.f;
-      delta[half] = has_keys ? gradient / weight : 0.f;
-      // Added to a difference that is exactly 0 where a row has a single key. What that saves is
-      // lost in the rounding of 16-bit gradients of scores.
-      if (sizeof(typename Op::Element) == 2) {
+      // To the bit, where a row has a single key; what that saves is lost in the rounding of 16-bit
+      // gradients of scores.
+      constexpr bool kIsExact = sizeof(typename Op::Element) == 4;
+      delta[half] = !has_keys ? 0.f : kIsExact ? gradient / weight : gradient * weight_scale[half];
+      // Added to a difference that is exactly 0 there
+      if (!kIsExact) {
         delta[half] -= dlse[half];
         dlse[half] = 0.f;
       }
-      if (warp == 0 && threadIdx.x % 4 == 0 && query < at.num_tokens) {
+      if (warp == 0 && threadIdx.x % 4 == 0 && query < to.num_tokens) {
         block.row_terms[index] = {rows.lse[half], weight_scale[half], delta[half], dlse[half]};
       }
     }
@@ -326,15 +376,14 @@ __device__ __forceinline__ void walk_over_keys(const BlockAttentionBackwardParam
 }
 
 // Blocks that share a multiprocessor, bounded by registers.
-template <class Op, int kD>
-constexpr int kQueryBlocks = kD <= 64 && !Op::kSplits ? 2 : 1;
+template <class Op, int kD, bool kHasTwoGroups>
+constexpr int kQueryBlocks = kD <= 64 && !Op::kSplits && !kHasTwoGroups ? 2 : 1;
 
-template <class Op, class ProductOp, int kD>
-__global__ __launch_bounds__(
-    BlockQueryShape<Op, ProductOp, kD>::kThreads,
-    kQueryBlocks<Op, kD>) void block_query_gradients_kernel(const __grid_constant__ BlockQueryParams
-                                                                params) {
-  using Shape = BlockQueryShape<Op, ProductOp, kD>;
+template <class Op, class ProductOp, int kD, bool kHasTwoGroups>
+__global__ __launch_bounds__(BlockQueryShape<Op, ProductOp, kD, kHasTwoGroups>::kThreads,
+                             kQueryBlocks<Op, kD, kHasTwoGroups>) void  //
+    block_query_gradients_kernel(const __grid_constant__ BlockQueryParams params) {
+  using Shape = BlockQueryShape<Op, ProductOp, kD, kHasTwoGroups>;
   using Element = typename Op::Element;
   using Tile = typename Shape::Tile;
   extern __shared__ __align__(16) char smem[];
@@ -345,12 +394,13 @@ __global__ __launch_bounds__(
   // What can be worked out without reading comes first. HeadScores reads lengths.
   if (!params.follows_kernel && a.scores.kv_lengths != nullptr) wait_for_previous_kernel();
   const HeadScores scores(a.sizes, a.scores, at.batch, at.head, kScoreUnit<Element>);
-  const int thread = threadIdx.x, warp = thread / 32;
+  const QueryRole<Shape> role;
+  const int thread = role.thread, warp = thread / 32;
   const int key_warp = warp % Shape::kKeyWarps, column_warp = warp / Shape::kKeyWarps;
   const int head_dim = a.sizes.head_dim;
 
   // Copies
-  using QueryCopier = HeadCopier<Tile, Shape::kThreads, Element>;
+  using QueryCopier = HeadCopier<Tile, Shape::kGroupThreads, Element>;
   const QueryCopier q_copier(a.q, at.batch, at.head, head_dim, at.num_tokens, thread);
   constexpr int kSharers = 32 * Shape::kColumnWarps;
   using KeyCopier = HeadCopier<Tile, kSharers, Element>;
@@ -376,15 +426,15 @@ __global__ __launch_bounds__(
   const bool is_deep = p.out_width % Shape::kDepth == 0;
   const bool is_dy_whole = is_deep && at.first_query + Shape::kRows <= at.num_tokens;
   const bool is_weight_whole = is_deep && head_dim == kD;
-  const StageCopier<typename Shape::DyTile, Shape::kRows, Shape::kThreads> dy_copier(
+  const StageCopier<typename Shape::DyTile, Shape::kRows, Shape::kGroupThreads> dy_copier(
       static_cast<const Element*>(p.dy) +
           static_cast<int64_t>(at.batch) * at.num_tokens * p.out_width,
       at.first_query, at.num_tokens, p.out_width, thread);
-  const DepthCopier<typename Shape::WeightTile, Shape::kDepth, Shape::kThreads> weight_copier(
+  const DepthCopier<typename Shape::WeightTile, Shape::kDepth, Shape::kGroupThreads> weight_copier(
       static_cast<const Element*>(p.w_out) + at.head * head_dim, p.out_width, inner, head_dim,
       thread);
   auto load_stage = [&](int i, int slot) {
-    if (i < num_stages) {
+    if (i < num_stages && role.makes_dout) {
       auto& stage = shared.scratch.stages[slot];
       dy_copier.copy(shared_address(stage.dy), i * Shape::kDepth, is_dy_whole);
       weight_copier.copy(shared_address(stage.weight), i * Shape::kDepth, is_weight_whole);
@@ -392,15 +442,18 @@ __global__ __launch_bounds__(
     commit_copies();  // also an empty group, so that counting them is counting stages
   };
   const KeyCopier k_copier = key_copier(a.k), v_copier = key_copier(a.v);
+  const uint64_t turns = load_tile_turns<Shape::kGroupThreads, kD>(p.q_rotation);
   // Arguments may be read once what precedes the call is complete, dout once its kernel is
   if (!params.follows_kernel || num_stages == 0) wait_for_previous_kernel();
   load_stage(0, 0);
-  if (num_stages == 0) {
-    const QueryCopier dout_copier(a.dout, at.batch, at.head, head_dim, at.num_tokens, thread);
-    dout_copier.copy(shared_address(shared.dout), at.first_query);
+  if (role.walks_over_keys) {
+    if (num_stages == 0) {
+      const QueryCopier dout_copier(a.dout, at.batch, at.head, head_dim, at.num_tokens, thread);
+      dout_copier.copy(shared_address(shared.dout), at.first_query);
+    }
+    q_copier.copy(shared_address(shared.q), at.first_query);
+    if (Shape::kEarlyKeys) copy_keys(k_copier, v_copier, key_warp);
   }
-  q_copier.copy(shared_address(shared.q), at.first_query);
-  if (Shape::kEarlyKeys) copy_keys(k_copier, v_copier, key_warp);
 #pragma unroll
   for (int i = 1; i < Shape::kStages; ++i) load_stage(i, i);
   let_next_kernel_start();
@@ -408,32 +461,45 @@ __global__ __launch_bounds__(
 
   // Angles and what is known of the rows, while the copies are under way
   const QueryRows loaded_rows = load_query_rows(a, at);
-  find_tile_angles<Shape::kThreads, kD>(shared.angles, p.q_rotation, at);
+  auto find_angles = [&] {
+    find_tile_angles<Shape::kGroupThreads, kD>(shared.angles, p.q_rotation, turns, at);
+  };
+  if (!Shape::kTwoGroups) find_angles();
 
   // dout, and the first keys
-  if (num_stages > 0) project_dout<ProductOp, Shape>(a, at, shared, num_stages, load_stage);
+  if (role.makes_dout && num_stages > 0) {
+    project_dout<ProductOp, Shape>(a, at, shared, num_stages, load_stage);
+  }
   if (!Shape::kEarlyKeys) {
     __syncthreads();  // the shares of dout have been read
     load_keys(key_warp);
     commit_copies();
   }
-  const QueryRows rows = in_units<Element>(loaded_rows);
-  wait_copies<0>();
-  __syncthreads();  // queries, dout and the first keys are here
-
-  float dq[1][Shape::kOutTiles][4] = {};
-  walk_over_keys<Op, Shape>(p, scores, at, shared, rows, load_keys, dq);
-  if (a.dq.data == nullptr) return;
-  if (!Shape::kEarlyKeys) __syncthreads();  // every warp is done with its keys, where parts go
-  store_part<kD>(shared.scratch.parts[key_warp], dq[0], 8 * Shape::kOutTiles * column_warp,
-                 thread % 32);
+  if (role.walks_over_keys) {
+    const QueryRows rows = in_units<Element>(loaded_rows);
+    wait_copies<0>();
+    sync_group<Shape>(kKeysBarrier);  // queries, first keys and, of the same warps, dout are here
+    float dq[1][Shape::kOutTiles][4] = {};
+    walk_over_keys<Op, Shape>(p, scores, at, shared, warp, rows, load_keys, dq);
+    if (a.dq.data == nullptr) return;
+    if (!Shape::kEarlyKeys) __syncthreads();  // every warp is done with its keys, where parts go
+    store_part<kD>(shared.scratch.parts[key_warp], dq[0], 8 * Shape::kOutTiles * column_warp,
+                   thread % 32);
+  } else {
+    __syncthreads();  // dout is here
+    if (a.dq.data == nullptr) return;
+    find_angles();
+  }
+  // Found behind the keys: in front of them, registers are short
+  const QueryTile to(p, opaque(blockIdx.x));
+  const GradientPlace<Shape::kGroupThreads, kD, Element> place(a.dq, head_dim, &p.q_rotation, to,
+                                                               thread);
   __syncthreads();  // all parts are written
+  if (!role.makes_dout) return;
   constexpr int kPartFloats = sizeof(typename Shape::Part) / sizeof(float);
-  const QueryTile to(p, opaque(blockIdx.x));  // worked out again instead of kept in registers
-  store_turned_back<Shape::kThreads, kD, Shape::kKeyWarps, kPartFloats>(
-      static_cast<Element*>(a.dq.data) + offset_in(a.dq, to.batch, to.first_query, to.head),
-      a.dq.token_stride, shared.scratch.parts[0][0], a.scores.scale, head_dim, &p.q_rotation,
-      shared.angles, to);
+  store_turned_back<Shape::kKeyWarps, kPartFloats>(place, a.dq.token_stride,
+                                                   shared.scratch.parts[0][0], a.scores.scale,
+                                                   &p.q_rotation, shared.angles, to);
 }
 
 }  // namespace frx

@@ -28,9 +28,4 @@ inline void plan_rotation(BlockRotation& r) {
   }
 }
 
-// Of a pair of the head that lies on the axis.
-FRX_HOST_DEVICE uint64_t turns_of_pair(const BlockRotation& r, int pair, int axis) {
-  return r.turns[pair - axis * static_cast<int>(r.axis_pairs.value)];
-}
-
 }  // namespace frx

@@ -104,21 +104,20 @@ class DepthCopier {
   const char* source_;
 };
 
-// Bf16x6Op with a single sum: both of a step start from zero and are added to it together, which
-// takes half the registers and one addition more.
+// Bf16x6Op with a single sum: a step's products are added up from zero, the smallest first, and
+// then to it.
 struct StagedBf16x6Op : Bf16x6Op {
   static constexpr int kSums = 4;
 
   static __device__ __forceinline__ void multiply_add(float (&c)[kSums], const A& a, const B& b) {
-    float leading[4] = {0.f, 0.f, 0.f, 0.f}, rest[4] = {0.f, 0.f, 0.f, 0.f};
-    multiply(leading, a, 0, b, 0);
+    float step[4] = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll
-    for (int order = 2; order > 0; --order) {  // the smallest first
+    for (int order = 2; order >= 0; --order) {
 #pragma unroll
-      for (int i = 0; i <= order; ++i) multiply(rest, a, i, b, order - i);
+      for (int i = 0; i <= order; ++i) multiply(step, a, i, b, order - i);
     }
 #pragma unroll
-    for (int i = 0; i < kSums; ++i) c[i] += leading[i] + rest[i];
+    for (int i = 0; i < kSums; ++i) c[i] += step[i];
   }
 };
 
@@ -275,22 +274,44 @@ __device__ __forceinline__ void multiply_gemm_stage(float (&c)[2][4][4],
   }
 }
 
+// Where a thread stores its sums. Found while copies are under way: after the products everybody
+// would wait for it.
+template <class Shape>
+struct GemmPlace {
+  static constexpr int kCount = 4;  // columns a thread has: widths are multiples of 8
+  static constexpr int kRowStep = Shape::kThreads / (Shape::kN / kCount);
+  static __device__ __forceinline__ int row(int thread) { return thread / (Shape::kN / kCount); }
+  static __device__ __forceinline__ int column(int thread) {
+    return thread % (Shape::kN / kCount) * kCount;
+  }
+
+  char* out;    // of the first row
+  int rows;     // from there on; none where the columns do not exist
+  int columns;  // of the result
+
+  __device__ __forceinline__ GemmPlace(const GemmTask& p, int first_row, int first_column,
+                                       int thread)
+      : columns(p.columns) {
+    const int at_row = first_row + row(thread), at_column = first_column + column(thread);
+    out = settled(reinterpret_cast<char*>(static_cast<typename Shape::Element*>(p.out) +
+                                          static_cast<int64_t>(at_row) * columns + at_column));
+    rows = at_column < columns ? p.rows - at_row : 0;
+  }
+};
+
 // Adds up the shares of the depth in a fixed order, rounds once and stores.
 template <class Shape>
-__device__ __forceinline__ void finish_gemm_tile(const GemmTask& p,
+__device__ __forceinline__ void finish_gemm_tile(const GemmTask& p, const GemmPlace<Shape>& place,
                                                  const typename Shape::Sums& sums, int first_row,
-                                                 int first_column, bool sum_left, int thread) {
+                                                 bool sum_left, int thread) {
   using Element = typename Shape::Element;
-  constexpr int kCount = 4;  // columns a thread has: widths are multiples of 8
-  constexpr int kRowStep = Shape::kThreads / (Shape::kN / kCount);
-  const int first = thread / (Shape::kN / kCount);
-  const int local_column = thread % (Shape::kN / kCount) * kCount;
-  Element* out = static_cast<Element*>(p.out) +
-                 static_cast<int64_t>(first_row + first) * p.columns + first_column + local_column;
+  using Place = GemmPlace<Shape>;
+  constexpr int kCount = Place::kCount, kRowStep = Place::kRowStep;
+  const int first = Place::row(thread), local_column = Place::column(thread);
 #pragma unroll
   for (int i = 0; i < Shape::kM / kRowStep; ++i) {
     const int row = first + i * kRowStep;
-    if (first_column + local_column >= p.columns || first_row + row >= p.rows) break;
+    if (i * kRowStep >= place.rows) break;
     float sum[kCount] = {};
 #pragma unroll
     for (int share = 0; share < Shape::kDepthWarps; ++share) {
@@ -300,7 +321,8 @@ __device__ __forceinline__ void finish_gemm_tile(const GemmTask& p,
       sum[2] += part.z;
       sum[3] += part.w;
     }
-    Storage<Element>::store(out, DType(), static_cast<int64_t>(i * kRowStep) * p.columns, sum);
+    Storage<Element>::store(place.out, DType(), static_cast<int64_t>(i * kRowStep) * place.columns,
+                            sum);
   }
   if (sum_left && thread < Shape::kM && first_row + thread < p.rows) {
     float sum = 0.f;
@@ -385,6 +407,7 @@ __device__ __forceinline__ void multiply_gemm_tile(const GemmTask& p, int first_
 #pragma unroll 1
   for (int i = 0; i < kStages; ++i) load_left_stage(i, i);
   let_next_kernel_start();
+  const GemmPlace<Shape> place(p, first_row, first_column, thread);
 
   // One column of tiles also sums the left operand: a thread every kRowParts-th row of a column.
   constexpr int kRowParts = Shape::kThreads / Shape::kM;
@@ -423,7 +446,7 @@ __device__ __forceinline__ void multiply_gemm_tile(const GemmTask& p, int first_
   store_gemm_share<Shape>(sums, c, share, lane);
   if (sum_left) sums.left[thread / Shape::kM][thread % Shape::kM] = left_sum;
   __syncthreads();  // all shares are written
-  finish_gemm_tile<Shape>(p, sums, first_row, first_column, sum_left, thread);
+  finish_gemm_tile<Shape>(p, place, sums, first_row, sum_left, thread);
 }
 
 // One tile of a group, counted over all of its products, by a whole block.

@@ -180,6 +180,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   extern __shared__ __align__(1024) unsigned char smem_bytes[];
   auto& smem = *reinterpret_cast<ProjectionStorage<Config>*>(smem_bytes);
   const int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / kWarpgroup, 0);
+
   // Barriers: a full one completes by the copies' bytes, an empty one by the consumer's four warps.
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < Config::kStages; ++stage) {

@@ -7,13 +7,13 @@
 #pragma once
 
 #include "block_params.h"
+#include "block_turns.cuh"
 #include "chained_launch.cuh"
 #include "mma.cuh"
 #include "rope.cuh"
 #include "row_copier.cuh"
 #include "storage.cuh"
 #include "tile.cuh"
-#include "turns.cuh"
 
 namespace frx {
 
@@ -94,12 +94,17 @@ __device__ __forceinline__ CosSin table_entry(const ProjectionParams& p, const C
   return {r.cos[entry], r.sin[entry]};
 }
 
+__device__ __forceinline__ uint64_t load_turns(const BlockRotation& r, const ColumnPair& columns) {
+  const bool has_turns = columns.pair >= 0 && r.cos == nullptr;
+  return has_turns ? load_turns(r, columns.pair, columns.axis) : 0;
+}
+
 // angles[i] of the pair in rows first_row + i * row_step. Three loops, each free of branches, so
 // that the angles of a thread are worked out side by side.
 template <int kCount>
 __device__ __forceinline__ void find_angles(CosSin (&angles)[kCount], const ProjectionParams& p,
-                                            const ColumnPair& columns, int first_row,
-                                            int row_step) {
+                                            const ColumnPair& columns, uint64_t turns,
+                                            int first_row, int row_step) {
   const BlockRotation& r = p.rotation;
   if (columns.pair < 0) return;
   if (r.cos != nullptr) {
@@ -110,7 +115,6 @@ __device__ __forceinline__ void find_angles(CosSin (&angles)[kCount], const Proj
     }
     return;
   }
-  const uint64_t turns = turns_of_pair(r, columns.pair, columns.axis);
   if (r.positions == nullptr) {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
@@ -218,53 +222,69 @@ __device__ __forceinline__ Pair bias_of(const ProjectionParams& p, const ColumnP
   return {to_float(bias[columns.first]), to_float(bias[columns.second])};
 }
 
-// Sums the shares of the depth, adds the bias, rotates, rounds once and stores. first, second:
-// where the thread's columns are within the tile.
+// Where a thread's pairs of the result lie. Found while copies are under way: after the products
+// everybody would wait for it.
+struct ResultPlace {
+  char* out;  // the first member of the first row's pair
+  int rows;   // from there on; none where the columns do not exist
+  int row_bytes;
+  int second;  // elements from a pair's first member to its second one
+};
+
+template <class Element>
+__device__ __forceinline__ ResultPlace result_place(const ProjectionParams& p,
+                                                    const ColumnPair& columns, int row) {
+  constexpr int kBytes = sizeof(Element);
+  const int64_t first = static_cast<int64_t>(row) * p.columns + columns.first;
+  return {settled(static_cast<char*>(p.out) + first * kBytes),
+          columns.first < p.columns ? p.rows - row : 0, p.columns * kBytes,
+          columns.second - columns.first};
+}
+
+// Sums the shares of the depth, adds the bias, rotates, rounds once and stores. first: where the
+// thread's first column is within the tile, and `second` further on its second one.
 template <class Shape, int kCount>
 __device__ __forceinline__ void finish_tile(const ProjectionParams& p, const char* smem,
-                                            const ColumnPair& columns, int first, int second,
-                                            Pair bias, const CosSin (&angles)[kCount],
-                                            int first_row, int thread_row) {
+                                            const ColumnPair& columns, const ResultPlace& place,
+                                            int first, int second, Pair bias,
+                                            const CosSin (&angles)[kCount], int row,
+                                            int thread_row) {
   using Element = typename Shape::Element;
   const float* sums = reinterpret_cast<const float*>(smem);
-  const bool adjacent = columns.second == columns.first + 1;
   Pair values[kCount];
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
     values[i] = bias;
 #pragma unroll
     for (int share = 0; share < Shape::kDepthWarps; ++share) {
-      const float* row = sums + share * Shape::kSumElements +
-                         (thread_row + i * Shape::kRowStep) * Shape::kSumStride;
-      const float2 both = second == first + 1 ? *reinterpret_cast<const float2*>(row + first)
-                                              : make_float2(row[first], row[second]);
+      const float* at = sums + share * Shape::kSumElements +
+                        (thread_row + i * Shape::kRowStep) * Shape::kSumStride + first;
+      const float2 both =
+          second == 1 ? *reinterpret_cast<const float2*>(at) : make_float2(at[0], at[second]);
       values[i].first += both.x;
       values[i].second += both.y;
     }
   }
-  if (columns.first >= p.columns) return;
   if (columns.pair >= 0 && p.rotation.full_width) {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
-      const int row = min(first_row + thread_row + i * Shape::kRowStep, p.rows - 1);
-      values[i] = rotate(values[i], angles[i], table_entry(p, columns, row, columns.second));
+      const int at = min(row + i * Shape::kRowStep, p.rows - 1);
+      values[i] = rotate(values[i], angles[i], table_entry(p, columns, at, columns.second));
     }
   } else if (columns.pair >= 0) {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) values[i] = rotate(values[i], angles[i].cos, angles[i].sin);
   }
-  const int left = p.rows - first_row - thread_row;
-  Element* out =
-      static_cast<Element*>(p.out) + static_cast<int64_t>(first_row + thread_row) * p.columns;
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
-    if (i * Shape::kRowStep >= left) continue;
-    Element* row = out + i * Shape::kRowStep * static_cast<int64_t>(p.columns);
-    if (adjacent) {
-      store2(row + columns.first, values[i].first, values[i].second);
+    if (i * Shape::kRowStep >= place.rows) continue;
+    auto* out = reinterpret_cast<Element*>(place.out + i * Shape::kRowStep *
+                                                           static_cast<int64_t>(place.row_bytes));
+    if (place.second == 1) {
+      store2(out, values[i].first, values[i].second);
     } else {
-      row[columns.first] = from_float<Element>(values[i].first);
-      row[columns.second] = from_float<Element>(values[i].second);
+      out[0] = from_float<Element>(values[i].first);
+      out[place.second] = from_float<Element>(values[i].second);
     }
   }
 }
@@ -308,28 +328,40 @@ __device__ __forceinline__ void project_tile(const ProjectionParams& p, bool fol
     if (i >= num_stages) return;
     weight_copier.copy(weight_tile(slot).address(0, 0), i * Shape::kDepth, is_whole);
   };
-  if (follows_kernel) {
-    // The last kernel of a call: the next call reads nothing before it has waited for this one
-    let_next_kernel_start();
-  } else {
+  auto load_first_x = [&] {
+#pragma unroll
+    for (int i = 0; i < kStages; ++i) load_x(i, i);
+  };
+  const ColumnPair columns = column_pair(p, first_column + thread % (Shape::kN / 2) * 2);
+  const uint64_t turns = load_turns(p.rotation, columns);
+  // The last kernel of a call may let the next call's start at once: that one reads nothing before
+  // it has waited. Where operands are split it is better let in behind this one's copies
+  // (docs/design/small-backward.md).
+  if (follows_kernel && !Op::kSplits) let_next_kernel_start();
+  if (!follows_kernel) {
     // The first one lets others start when all that precedes the call is complete: they then may
     // read its arguments at once
     wait_for_previous_kernel();
   }
   // Complete with the first stage of x
 #pragma unroll
-  for (int i = 0; i < kStages - 1; ++i) load_weight(i, i);
-  if (follows_kernel) wait_for_previous_kernel();
-#pragma unroll
-  for (int i = 0; i < kStages - 1; ++i) load_x(i, i);
-  if (!follows_kernel) let_next_kernel_start();
+  for (int i = 0; i < kStages; ++i) load_weight(i, i);
+  if (!follows_kernel) {
+    load_first_x();
+    let_next_kernel_start();
+  }
 
-  // Angles, while the first copies are under way
-  const int thread_row = thread / (Shape::kN / 2);
-  const ColumnPair columns = column_pair(p, first_column + thread % (Shape::kN / 2) * 2);
+  // What the end needs, while the first copies are under way
+  const int thread_row = thread / (Shape::kN / 2), row = first_row + thread_row;
   CosSin angles[Shape::kRowsAThread];
-  find_angles(angles, p, columns, first_row + thread_row, Shape::kRowStep);
+  find_angles(angles, p, columns, turns, row, Shape::kRowStep);
   const Pair bias = bias_of<Element>(p, columns);
+  const ResultPlace place = result_place<Element>(p, columns, row);
+  if (follows_kernel) {
+    wait_for_previous_kernel();
+    load_first_x();
+    if (Op::kSplits) let_next_kernel_start();
+  }
 
   // Products
   const int lane = thread % 32, warp = thread / 32;
@@ -337,13 +369,19 @@ __device__ __forceinline__ void project_tile(const ProjectionParams& p, bool fol
   const int warp_column = warp / Shape::kRowWarps % Shape::kColumnWarps * 32;
   const int share = warp / Shape::kRowWarps / Shape::kColumnWarps;
   float c[kMT][Shape::kNT][Op::kSums] = {};
-  int slot = 0, free_slot = kStages - 1;
+  int slot = 0, free_slot = 0;
 #pragma unroll 1
   for (int i = 0; i < num_stages; ++i) {
-    wait_copies<kStages - 2>();
+    if (i == 0) {
+      wait_copies<kStages - 1>();
+    } else {
+      wait_copies<kStages - 2>();
+    }
     __syncthreads();  // stage i is here, and every warp is done with stage i - 1
-    load_weight(i + kStages - 1, free_slot);
-    load_x(i + kStages - 1, free_slot);
+    if (i > 0) {
+      load_weight(i + kStages - 1, free_slot);
+      load_x(i + kStages - 1, free_slot);
+    }
     multiply_stage<Op, Shape>(c, x_tile(slot), weight_tile(slot), warp_row, warp_column,
                               share * Shape::kSteps, lane);
     free_slot = slot;
@@ -371,8 +409,8 @@ __device__ __forceinline__ void project_tile(const ProjectionParams& p, bool fol
   __syncthreads();  // all shares are written
   if (thread_row >= Shape::kM) return;
   const int first = Shape::kIsNarrow ? thread % 8 : columns.first - first_column;
-  const int second = Shape::kIsNarrow ? 8 + first : columns.second - first_column;
-  finish_tile<Shape>(p, smem, columns, first, second, bias, angles, first_row, thread_row);
+  const int second = Shape::kIsNarrow ? 8 : place.second;
+  finish_tile<Shape>(p, smem, columns, place, first, second, bias, angles, row, thread_row);
 }
 
 }  // namespace frx

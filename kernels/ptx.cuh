@@ -17,9 +17,15 @@ __device__ __forceinline__ int opaque(int x) {
 }
 
 // The same address, worked out where this stands: in front of a wait instead of behind it.
-__device__ __forceinline__ const char* settled(const char* address) {
+template <class Char>
+__device__ __forceinline__ Char* settled(Char* address) {
   asm volatile("" : "+l"(address));
   return address;
+}
+
+// A barrier of some of a block's threads, by its number; 0 is that of all, __syncthreads.
+__device__ __forceinline__ void sync_threads(int id, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
 // 16 bytes from global to shared memory.

@@ -176,14 +176,16 @@ class Problem:
         keys[:, :tk][self.removed] = math.nan
         self.k, self.v = keys[:, :tk, :, :d], keys[:, :tk, :, d:]
 
-    def run(self, kernel: ModuleType, names: Collection[str], seed: int) -> dict[str, Tensor]:
+    def run(
+        self, kernel: ModuleType, names: Collection[str], seed: int, num_sms: int
+    ) -> dict[str, Tensor]:
         """The wanted gradients."""
         given = self.inputs | self.tables
         for side in SIDES:  # without what no wanted gradient depends on
             if not set(names) & set(side.split()):
                 given = {n: t for n, t in given.items() if n not in side.split()}
         o, needs = self.options, [name in names for name in BlockNeeds._fields]
-        kernel.prepare(seed, lambda shape, dtype: self.buffers.blank(*shape, dtype=dtype))
+        kernel.prepare(seed, num_sms, lambda shape, dtype: self.buffers.blank(*shape, dtype=dtype))
         results = kernel.block_backward(
             *(self.dy, self.dlse),
             *map(given.get, ("x_query", "x_kv", "x_value", "w_q", "w_k", "w_v", "w_out")),
@@ -198,9 +200,16 @@ class Problem:
         assert all(need or not got.numel() for need, got in zip(needs, results, strict=True))
         return {n: got for n, got in zip(BlockNeeds._fields, results) if n in names}
 
-    def check(self, kernel: ModuleType, *wanted: str, seed: int = 0, unit: float = 1.0) -> None:
+    def check(
+        self,
+        kernel: ModuleType,
+        *wanted: str,
+        seed: int = 0,
+        num_sms: int = 2,
+        unit: float = 1.0,
+    ) -> None:
         """That these gradients come out, all by default, in units of what they should be."""
-        got = self.run(kernel, wanted or tuple(self.want), seed)
+        got = self.run(kernel, wanted or tuple(self.want), seed, num_sms)
         for name, gradient in got.items():
             ulps, eps = ULPS[self.dtype], EPS[self.dtype]
             assert_tensor_near(gradient.double() / unit, self.want[name], ulps, name, eps)
@@ -254,9 +263,11 @@ CASES = {
 }
 
 
+# A tile of queries has two groups of warps where no multiprocessor has more than one tile.
+@pytest.mark.parametrize("num_sms", [1, 64])
 @pytest.mark.parametrize("name", CASES)
-def test_backward(kernel: ModuleType, name: str) -> None:
-    Problem(CASES[name], "bf16").check(kernel)
+def test_backward(kernel: ModuleType, name: str, num_sms: int) -> None:
+    Problem(CASES[name], "bf16").check(kernel, num_sms=num_sms)
 
 
 TYPE_CASES = (
@@ -273,17 +284,25 @@ TYPE_CASES = (
 )
 
 
+@pytest.mark.parametrize("num_sms", [1, 64])
 @pytest.mark.parametrize("dtype", ["fp16", "fp32", "tf32"])
 @pytest.mark.parametrize("name", TYPE_CASES)
-def test_types(kernel: ModuleType, name: str, dtype: str) -> None:
-    Problem(CASES[name], dtype).check(kernel)
+def test_types(kernel: ModuleType, name: str, dtype: str, num_sms: int) -> None:
+    Problem(CASES[name], dtype).check(kernel, num_sms=num_sms)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "tf32"])
+def test_pairs_of_warps_share_wide_chunks(kernel: ModuleType, dtype: str) -> None:
+    case = Case(Sizes(1, 17, 150, 2, 1, 128), Turn(half(128)), lengths=(130,))
+    Problem(case, dtype).check(kernel)
 
 
 @pytest.mark.parametrize("name", ["halves", "removed keys", "bias and mask"])
 def test_other_orders_of_threads(kernel: ModuleType, name: str) -> None:
     problem = Problem(CASES[name], "bf16", seed=1)
     for seed in range(1, 4):
-        problem.check(kernel, seed=seed)
+        for num_sms in (1, 64):
+            problem.check(kernel, seed=seed, num_sms=num_sms)
 
 
 SUBSETS = Case(Sizes(2, 3, 17, 2, 1, 32), Turn(half(32), torch.int64), lengths=(17, 9))

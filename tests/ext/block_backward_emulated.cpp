@@ -29,7 +29,8 @@ py::object& allocate() {
   return function;
 }
 
-void prepare(unsigned seed, const py::object& function) {
+void prepare(unsigned seed, int num_sms, const py::object& function) {
+  frx::emulated_sms() = num_sms;
   hopper::smem = reinterpret_cast<unsigned char*>(frx::smem);
   hopper::seed() = seed;
   hopper::written_in_chain().clear();
@@ -70,11 +71,7 @@ void backward(const BlockBackwardParams& p) {
   const int head_dim = p.attention.attention.sizes.head_dim;
   if (head_dim <= 32) return launch_block_backward<Op, ProductOp, 32>(p, nullptr);
   if (head_dim <= 64) return launch_block_backward<Op, ProductOp, 64>(p, nullptr);
-  // Pairs of warps that share fp32 chunks meet by an instruction that the emulator does not have.
-  if constexpr (sizeof(typename Op::Element) == 2) {
-    return launch_block_backward<Op, ProductOp, 128>(p, nullptr);
-  }
-  throw std::invalid_argument("fp32 heads of 128 are not emulated");
+  launch_block_backward<Op, ProductOp, 128>(p, nullptr);
 }
 
 }  // namespace

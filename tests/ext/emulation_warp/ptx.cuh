@@ -20,7 +20,14 @@ inline float __uint_as_float(uint32_t bits) { return __int_as_float(static_cast<
 namespace frx {
 
 inline int opaque(int x) { return x; }
-inline const char* settled(const char* address) { return address; }
+template <class Char>
+Char* settled(Char* address) {
+  return address;
+}
+inline void sync_threads(int id, int threads) {
+  hopper::show_copies();
+  hopper::meet(hopper::block().named[id], threads);
+}
 inline float exp2_approx(float x) { return std::exp2(x); }
 
 // A copy lands at once, or only at the barrier after its thread has waited for it: a buffer must be
