@@ -18,6 +18,7 @@ from fused_rope_xattn import Norm, ProjectedKV, cross_attention, grouped, ops, p
 from fused_rope_xattn.ops import ScoreOptions
 from fused_rope_xattn.planner import GPU
 from fused_rope_xattn.verify.accuracy import assert_accurate
+from fused_rope_xattn.verify.accuracy import tf32 as tf32_set_to
 from fused_rope_xattn.verify.cases import Case
 from pretence import Operators, kernels_everywhere
 
@@ -183,14 +184,11 @@ def test_an_exported_program_leaves_the_output_to_torch() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [300, 100])
-def test_a_hopper_projects_the_output_as_the_plan_says(
-    monkeypatch: pytest.MonkeyPatch, tokens: int
-) -> None:
+def test_a_hopper_projects_the_output_as_the_plan_says(tokens: int) -> None:
     on_hopper()
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", True)
     args, options = with_output(device="cuda", tokens=tokens)
-    kernels = plan(*args, **options).kernels
-    with Operators() as launches, torch.no_grad():
+    with tf32_set_to(True), Operators() as launches, torch.no_grad():
+        kernels = plan(*args, **options).kernels
         cross_attention(*args, **options)
     groups = [kernel for kernel in kernels if kernel.startswith("project_group")]
     assert launches.names.count("project_group") == len(groups) == (2 if tokens == 300 else 1)
