@@ -15,6 +15,7 @@ from torch import Tensor
 from fused_rope_xattn import cross_attention
 from fused_rope_xattn.__main__ import main
 from fused_rope_xattn.verify import fuzz
+from fused_rope_xattn.verify.accuracy import Verdict
 from fused_rope_xattn.verify.fuzz import Run
 from fused_rope_xattn.verify.fuzz_problems import LARGEST_TOKENS, draw_problem
 
@@ -154,6 +155,13 @@ def test_the_summary_is_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[s
     result = json.loads(path.read_text())["fuzz"]["result"]
     assert (result["problems"], result["failed"], result["seed"]) == (8, 0, 1)
     assert sum(result["dtypes"].values()) == sum(result["paths"].values()) == 8
+
+
+def test_the_largest_share_is_of_budgets_that_there_are() -> None:
+    """An exact ruler gives a budget of 0, of which no error is a share."""
+    verdict = Verdict("db_k", True, "", 1e-9, 0.0, 2e-10, 1e-9)
+    assert fuzz.share_of(verdict) == pytest.approx(0.2)
+    assert fuzz.share_of(verdict._replace(mean_budget=0.0)) == 0.0
 
 
 def test_a_failure_prints_the_line_that_repeats_it(

@@ -290,11 +290,14 @@ def same(got: Iterable[Tensor], want: Iterable[Tensor]) -> Tensor:
 
 
 def share_of(verdict: Verdict) -> float:
-    """Of its budget, what a tensor uses."""
+    """Of its budget, what a tensor uses.
+
+    Where the ruler is exact there is no budget to share: ``Draws.judge`` then goes by what counts
+    as small.
+    """
     errors = (verdict.max_error, verdict.mean_error)
     budgets = (verdict.max_budget, verdict.mean_budget)
-    shares = [e / b if b else torch.inf for e, b in zip(errors, budgets, strict=True) if e]
-    return max(shares, default=0.0)
+    return max((e / b for e, b in zip(errors, budgets, strict=True) if b), default=0.0)
 
 
 def summary(run: Run, outcomes: list[Outcome], seconds: float) -> dict[str, Any]:
