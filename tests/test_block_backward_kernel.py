@@ -309,12 +309,13 @@ SUBSETS = Case(Sizes(2, 3, 17, 2, 1, 32), Turn(half(32), torch.int64), lengths=(
 WANTED = *BlockNeeds._fields, "x_query w_q b_q", "x_kv w_k b_k w_v b_v", "w_k b_v w_out"
 
 
+@pytest.mark.parametrize("num_sms", [1, 64])
 @pytest.mark.parametrize("wanted", WANTED)
-def test_some_gradients(kernel: ModuleType, wanted: str) -> None:
+def test_some_gradients(kernel: ModuleType, wanted: str, num_sms: int) -> None:
     for value_width in (0, 24):
         problem, names = Problem(SUBSETS._replace(value_width=value_width), "bf16"), wanted.split()
         if problem.want.keys() >= {*names}:
-            problem.check(kernel, *names)
+            problem.check(kernel, *names, num_sms=num_sms)
 
 
 def test_large_dout_has_a_launch_of_its_own(kernel: ModuleType) -> None:
@@ -328,4 +329,5 @@ def test_a_row_with_one_key_gives_dlse(kernel: ModuleType) -> None:
     problem = Problem(Case(Sizes(2, 3, 1, 2, 1, 32), Turn(half(32))), "fp32")
     assert problem.dlse is not None
     problem.dlse *= unit
-    problem.check(kernel, "x_query", "w_q", "b_q", "w_k", "b_k", unit=unit)
+    for num_sms in (1, 64):
+        problem.check(kernel, "x_query", "w_q", "b_q", "w_k", "b_k", num_sms=num_sms, unit=unit)
