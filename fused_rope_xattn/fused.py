@@ -21,6 +21,7 @@ from .split import Activations, BlockTensors, Grads, Needs, ProjectionGrads
 
 HEAD_DIMS = (16, 32, 64, 128)
 WIDTH_MULTIPLE = 8
+LEAST_TILE_COLUMNS = 32  # of a projection, all of whose columns are looked up in tables
 
 TILE_QUERIES = 16  # of one head, which a block of the attention kernel takes
 
@@ -161,6 +162,13 @@ def obstacle(problem: Problem, config: BlockConfig, t: BlockTensors) -> str | No
     for name, width in widths.items():
         if width is not None and width % WIDTH_MULTIPLE:
             return f"it takes multiples of {WIDTH_MULTIPLE} as widths, not {name}={width}"
+    sides = (("H", problem.H, t.q_cos), ("Hkv", problem.Hkv, t.k_cos))
+    for name, heads, table in sides:
+        # The last tile would look up angles of a head behind the last.
+        is_own = table is not None and table.size(1) > 1
+        if is_own and heads * problem.D % LEAST_TILE_COLUMNS:
+            dim = problem.D
+            return f"it takes heads of {dim} with tables of their own in pairs, not {name}={heads}"
     return None
 
 

@@ -126,14 +126,23 @@ def test_tf32_has_its_own_limits() -> None:
         ({"Dv": 12}, "Dv=12"),
         ({"Dout": 30}, "Dout=30"),
         ({"D": 15}, "head dims"),
+        ({"D": 16, "H": 3, "rope": "table_heads"}, "in pairs, not H=3"),
+        ({"D": 16, "H": 6, "Hkv": 3, "rope": "table_batch_heads"}, "in pairs, not Hkv=3"),
     ],
     ids=str,
 )
 def test_what_one_launch_cannot_take_is_named(changes: dict[str, Any], reason: str) -> None:
-    case = replace(BASELINE, B=2, Tq=9, Tk=11, rope="none", **changes)
+    case = replace(BASELINE, B=2, Tq=9, Tk=11, **{"rope": "none"} | changes)
     assert planned(case).path != "fused"
     with pytest.raises(ValueError, match=f"'fused' cannot be taken: .*{reason}"):
         planned(case, "fused")
+
+
+@pytest.mark.parametrize(
+    "changes", [{"H": 4, "rope": "table_heads"}, {"H": 3, "rope": "table"}], ids=str
+)
+def test_other_narrow_heads_have_one_launch(changes: dict[str, Any]) -> None:
+    assert planned(replace(BASELINE, D=16, **changes), "fused").path == "fused"
 
 
 def test_widths_of_finished_keys_do_not_matter() -> None:
