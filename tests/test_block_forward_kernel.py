@@ -254,6 +254,11 @@ def test_attention_types(kernel: ModuleType, name: str, dtype: str) -> None:
     Attention(PROBLEMS[name], dtype).check(kernel, finished_keys=dtype == "tf32")
 
 
+@pytest.mark.parametrize("dtype", ["fp32", "tf32"])
+def test_pairs_of_warps_share_wide_chunks(kernel: ModuleType, dtype: str) -> None:
+    Attention(Sizes(1, 17, 150, 2, 1, 128), dtype).check(kernel, finished_keys=False)
+
+
 @pytest.mark.parametrize("finished_keys", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("lengths", [None, [0, 300], [37, 16]])
